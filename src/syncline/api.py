@@ -201,8 +201,7 @@ def prepare(
 
     With a ``group`` from ``new_group`` the model belongs to the group's ranks alone. They make this call, and "all
     ranks" above means them. A 1-D DeviceMesh (``mesh["dp"]``) or a ProcessGroup of torch, with any backend, also works:
-    its ranks create the group, without other ranks, on first use. A model that was prepared with another group leaves
-    that group.
+    its ranks create the group, without other ranks, on first use. A model of another group leaves it.
 
     On a server this call does not return: it serves until the workers have left, and exits with status 0.
     """

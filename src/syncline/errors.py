@@ -85,9 +85,7 @@ class PeerLeft(PeerError):
 
 
 class ProtocolError(PeerError):
-    """An authenticated peer sent data that this version never sends: it runs another version, or its machine is
-    faulty.
-    """
+    """An authenticated peer sent data that this version never sends: it has another version, or a faulty machine."""
 
 
 class AlteredError(ProtocolError):

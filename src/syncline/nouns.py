@@ -30,8 +30,7 @@ class Group:
     """The processes of a run as algorithms see them: workers first, then dedicated servers.
 
     ``workers`` compute and are ranks 0 to workers-1; ``servers`` is the number of further processes, which only
-    aggregate. ``nodes`` gives the node (host) number of every worker; it is empty if all are on one node or it does not
-    matter.
+    aggregate. ``nodes`` gives the node (host) number of every worker; empty if all are on one, or it does not matter.
     """
 
     workers: int

@@ -1,5 +1,4 @@
-"""PyTorch optimizers for large batches, LARS and LAMB. ``import syncline`` does not load this module, which loads
-torch.
+"""PyTorch optimizers for large batches, LARS and LAMB. ``import syncline`` does not load this, which loads torch.
 
 More workers mean larger batches, and the learning rate grows with them: k times the batch, k times the rate, reached
 after a warm-up such as torch's ``LinearLR`` (Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1

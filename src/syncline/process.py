@@ -1,8 +1,7 @@
 """This process's single session: how it begins and ends.
 
 Only this module knows *the* session of a process. Modules below get a session as an argument; ``api`` has the functions
-for scripts. A session ends automatically at exit. The text of an exception that ends the script is sent to the other
-ranks.
+for scripts. A session ends automatically at exit. An exception that ends the script is told to the other ranks.
 """
 
 from __future__ import annotations

@@ -115,10 +115,7 @@ class Connection:
 
     def send(self, kind: str, **content: Any) -> None:
         """Send one message. Infinities and NaN become null, because JSON lacks them."""
-        line = json.dumps({"kind": kind, **finite(content)}, allow_nan=False).encode() + b"\n"
-        view = memoryview(line)
-        while view:
-            view = view[os.write(self._up, view) :]
+        _write(self._up, json.dumps({"kind": kind, **finite(content)}, allow_nan=False).encode() + b"\n")
 
     def fail(self, error: Exception) -> None:
         """Report the error that ends this process."""

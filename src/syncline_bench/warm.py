@@ -105,8 +105,7 @@ class WarmRanks:
     ) -> Trained:
         """Train one row. A failure is in the row's ``error``, and ends the ranks.
 
-        The row fails if no rank reports anything for ``silence_s`` seconds. ``warmup`` and ``scored`` are as in
-        ``Job``.
+        The row fails if no rank reports anything for ``silence_s`` seconds. ``warmup`` and ``scored``: see ``Job``.
         """
         self._display.begin(case.name, case.workers, case.iterations)
         reports, error = Reports(case, self._display), None

@@ -312,14 +312,15 @@ def test_ranks_wait_no_longer_than_at_first_after_a_long_overlap(group: Any, mon
     assert on_group(group, "ring", 2, sgd, body) == [wanted] * 2
 
 
+def scheduled(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = sgd(index)
+    optimizer.scheduler = StepLR(optimizer, 5, 0.9)  # type: ignore[attr-defined]
+    return model, optimizer
+
+
 @pytest.mark.parametrize("at", [4, STEPS + 1])
 def test_methods_that_were_kept_are_the_plain_ones_when_all_have_gone_back(group: Any, asked: Asked, at: int) -> None:
     """Kept while steps are observed or iterations overlap; a scheduler checks whether the optimizer was called."""
-
-    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = sgd(index)
-        optimizer.scheduler = StepLR(optimizer, 5, 0.9)  # type: ignore[attr-defined]
-        return model, optimizer
 
     def body(here: Here) -> dict[str, torch.Tensor]:
         optimizer: Any = here.optimizer
@@ -342,7 +343,7 @@ def test_methods_that_were_kept_are_the_plain_ones_when_all_have_gone_back(group
             add([])
         return weights(here.model)
 
-    same_as_alone(group, "ring", 2, make, body)
+    same_as_alone(group, "ring", 2, scheduled, body)
     assert asked == [True, False]
 
 
@@ -355,11 +356,6 @@ def counted(call: Callable[[], Any], calls: list[int]) -> Callable[[], None]:
 
 
 def test_a_step_that_the_script_puts_on_the_optimizer_meanwhile_stays(group: Any, asked: Asked) -> None:
-    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = sgd(index)
-        optimizer.scheduler = StepLR(optimizer, 5, 0.9)  # type: ignore[attr-defined]
-        return model, optimizer
-
     def body(here: Here) -> dict[str, torch.Tensor]:
         optimizer: Any = here.optimizer
         calls: list[int] = []
@@ -371,7 +367,7 @@ def test_a_step_that_the_script_puts_on_the_optimizer_meanwhile_stays(group: Any
         assert len(calls) == 7
         return weights(here.model)
 
-    same_as_alone(group, "ring", 2, make, body)
+    same_as_alone(group, "ring", 2, scheduled, body)
     assert asked == [True, False]
 
 

@@ -140,31 +140,18 @@ def test_training_goes_on_after_a_join_with_owners(group: Any, strategy: str) ->
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
 
 
-def test_a_rank_without_any_batch_joins_at_once(group: Any) -> None:
+@pytest.mark.parametrize("batches", [[0, 2], [2, 2]])
+def test_a_rank_without_any_batch_joins_at_once_and_equal_numbers_change_nothing(
+    group: Any, batches: list[int]
+) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         assert here.replica is not None
-        train(here, range([0, 2][here.rank]))
+        train(here, range(batches[here.rank]))
         shadow_until_all_joined(here.replica, here.client)
         return weights(here.model)
 
     def one(here: Here) -> dict[str, torch.Tensor]:
-        union(here, [0, 2])
-        return weights(here.model)
-
-    wanted = alone(adam, one)
-    for found in on_group(group, "ring", 2, adam, body):
-        close(found, wanted)
-
-
-def test_joining_with_equal_numbers_of_batches_changes_nothing(group: Any) -> None:
-    def body(here: Here) -> dict[str, torch.Tensor]:
-        assert here.replica is not None
-        train(here, range(2))
-        shadow_until_all_joined(here.replica, here.client)
-        return weights(here.model)
-
-    def one(here: Here) -> dict[str, torch.Tensor]:
-        union(here, [2, 2])
+        union(here, batches)
         return weights(here.model)
 
     wanted = alone(adam, one)

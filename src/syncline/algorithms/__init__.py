@@ -89,8 +89,7 @@ class Roles:
 
 
 def spread(group: Group, owners: int) -> tuple[int, ...]:
-    """Choose ``owners`` workers that own a part each, in rank order, spread over the nodes, because owners load their
-    links.
+    """Choose ``owners`` workers that own a part each, in rank order, spread over the nodes, whose links they load.
 
     If there are fewer workers than ``owners``, the result is 0 to ``owners`` - 1.
     """

@@ -58,8 +58,7 @@ def _parent(rank: int, workers: int) -> int:
 def _through(parents: Sequence[int], pieces: int, first_chunk: int) -> Column:
     """Rows that reduce ``pieces`` chunks to the tree's root and copy them back, one piece after the other.
 
-    A rank sends piece q up in step height + q, after its children, and receives it back in step deepest + depth - 1 +
-    q.
+    A rank sends piece q up in step height + q, after its children, and gets it back in step deepest + depth - 1 + q.
     """
     depth = [_depth(rank, parents) for rank in range(len(parents))]
     height = [0] * len(parents)

@@ -66,8 +66,7 @@ def ps(
 
     Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server: 2N(a
     + nb) (Li et al. 2014). With ``local``, N is the number of hosts on the network, and nb inside hosts is added.
-    Raises UsageError for fewer than one server, more serving workers than workers, and a group with another number of
-    servers.
+    Raises UsageError for no server, more serving workers than workers, and a group of another number of servers.
     """
     chunks, pushes, pulls, _ = _transfers(group, servers, on, local, replicas)  # only a push has followers
     rows = pushes + pulls

@@ -35,8 +35,7 @@ def recursive_doubling(group: Group) -> Plan:
 
 
 def fold(workers: int, chunks: int) -> tuple[list[int], list[Row], list[Row]]:
-    """The largest power of two of ranks, and the rows that fold the other ranks' contributions in and send results
-    back.
+    """The largest power of two of ranks, and the rows that fold others' contributions in and send results back.
 
     The first pairs of neighbours (0, 1), (2, 3), ... fold, as many as there are extra ranks. All rows have step 0.
     """

@@ -72,8 +72,7 @@ class Adaptive:
 
     @property
     def biased(self) -> bool:
-        """Only if the inner codec has a bias that error feedback cannot correct; otherwise it is wrapped in feedback
-        already."""
+        """Only if the inner codec has a bias that error feedback cannot correct; else it is wrapped in it already."""
         return self.codec.biased and not self.codec.contraction
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:

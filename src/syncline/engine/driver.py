@@ -335,8 +335,7 @@ class Driver(ABC):
     ) -> bool:
         """Drive in this thread until all works are done or the time is over. False, at once, if another thread drives.
 
-        ``first`` starts one more work. It is refused if earlier work is still queued, which would have to start before
-        it.
+        ``first`` starts one more work. It is refused if earlier work is still queued, which would have to go first.
         """
         if not self.monitor.claim(first is not None, 0 if first is None else 1):
             return False

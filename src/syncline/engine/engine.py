@@ -453,8 +453,7 @@ class Engine(Driver):
         place: Bytes | None = None,
         left: Callable[[Exception], None] = lambda _: None,
     ) -> Work:
-        """Receive a message of at most ``nbytes``. ``result`` is its bytes, or the number of bytes written to
-        ``place``.
+        """Receive a message of at most ``nbytes``. ``result`` is its bytes, or the number written to ``place``.
 
         ``left`` is called in the driving thread if a ``tolerant`` message does not arrive because its peer has left.
         """

@@ -281,8 +281,7 @@ class OneSided:
         return found + [("send", target, nbytes) for target in operation.targets if target >= 0 and target != rank]
 
     def sleep_soon(self) -> None:
-        """Announce that this process is about to sleep, so that peers ring its bell. Call ``advance`` once more after
-        this."""
+        """Announce that this process will sleep, so that peers ring its bell. Call ``advance`` once more after this."""
         self._kernel.sleep_soon(self._board)
 
     def awake(self) -> None:

@@ -428,8 +428,7 @@ class Monitor:
     def fail_first(self) -> bool:
         """Record that there is a fault, so that no thread starts to drive. False if it is not the first.
 
-        The same thread must call ``explain`` next. Waiting threads keep waiting until then, so that all get one
-        exception.
+        The same thread must call ``explain`` next. Waiting threads wait until then: all get one exception.
         """
         with self._lock:
             if self.failed:

@@ -2,8 +2,7 @@
 
 Code in a scope counts its processes from 0, uses any key and any topic, and knows no other scope. The engine translates
 its orders: plans and reducers' messages to the processes of the run, keys and tags to the scope's block, and labels to
-labels with the scope's name. Connections, threads and the end belong to the run. Time and bytes are also counted per
-scope.
+labels with the scope's name. Connections, threads and the end belong to the run. A scope counts time and bytes.
 """
 
 from __future__ import annotations

@@ -171,9 +171,7 @@ class ScriptedRun:
         self.scratch: Bytes | None = None
 
     def advance(self, kernel: Any, window: Window) -> Callable[[int, int, int], int]:
-        """The compiled ``advance``, bound to this run's tables; bound again if the window's table of maps was
-        replaced.
-        """
+        """The compiled ``advance``, bound to this run's tables; bound again if the table of maps was replaced."""
         if self.bound is None or self.maps is not window.maps:
             layout, self.maps = self.layout, window.maps
             self.bound = kernel.advance.bind(

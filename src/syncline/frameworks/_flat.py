@@ -79,8 +79,7 @@ class Weights(Protocol):
 
 
 class HeldWeights:
-    """The ``WeightMemory`` of a framework's weights: ``held`` are copies of them, ``travelling`` the buckets for
-    exchanges."""
+    """The ``WeightMemory`` of a framework's weights: ``held`` are copies of them, ``travelling`` the buckets."""
 
     sums_differences = False
 

@@ -55,8 +55,7 @@ class Update(Protocol):
     """A script's optimizer. Its attributes are numbers and texts, which may change between steps."""
 
     def update(self, weights: Array, gradient: Array, state: States) -> None:
-        """Update flat ``weights`` in place, each element by itself. ``state`` is kept for these weights, and empty at
-        first.
+        """Update flat ``weights`` in place, each element by itself. ``state`` is kept for them, and empty at first.
 
         It may contain arrays of the weights' shape, arrays of shape (), and plain values such as a count of steps.
         """

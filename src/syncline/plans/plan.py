@@ -99,8 +99,7 @@ class Plan:
         sums: Sequence[Sequence[int]] = (),
         native: Sequence[Sequence[int]] = (),
     ) -> Plan:
-        """Make a plan from rows (step, src, dst, chunk, count, op). Rows are sorted by step and otherwise keep their
-        order.
+        """Make a plan from rows (step, src, dst, chunk, count, op). Rows are sorted by step and else keep their order.
 
         ``group`` is a Group or a number of workers; ``members`` defaults to all workers.
         """

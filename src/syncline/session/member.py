@@ -202,8 +202,7 @@ class Process:
         return explained
 
     def on_peer_failure(self, verdict: PeerError) -> None:
-        """Fail all waits of this process with the watcher's verdict on the first culprit, and with what they were
-        waiting for."""
+        """Fail all waits of this process with the watcher's verdict on the first culprit, and what they waited for."""
         engine = self.unchecked
         self._keep(verdict)
         if engine is not None:

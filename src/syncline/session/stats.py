@@ -1,7 +1,6 @@
 """The counts of one worker in a run: totals for scripts and monitors, and the counters behind them.
 
-The training thread counts; any thread may read. A counter that consists of two numbers is one tuple, which is replaced
-as a whole.
+The training thread counts; any thread may read. A counter of two numbers is one tuple, which is replaced as a whole.
 """
 
 from __future__ import annotations

@@ -210,8 +210,7 @@ def read_tickets(table: NDArray[np.uint8]) -> tuple[Ticket, ...]:
 
 
 class Meeting:
-    """An exchange of tickets in flight, with this worker's ticket ``mine``. If ``work`` is None, there is no other
-    worker.
+    """An exchange of tickets in flight, with this worker's ticket ``mine``. Without ``work`` there is no other worker.
 
     ``tickets`` raises MismatchError unless all workers have made the same call. Callable from several threads.
     """

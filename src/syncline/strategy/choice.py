@@ -96,8 +96,7 @@ def choose(
     times_s: Mapping[str, Sequence[float]],
     margins: tuple[float, float] = (MARGIN, MARGIN_LARGE),
 ) -> Choice:
-    """The table that selects the fastest algorithm at every size, within a margin (one for small, one for large
-    arrays).
+    """The table that selects the fastest algorithm at every size, within a margin (one for small, one for large).
 
     ``sizes`` ascend; ``times_s`` has one time per size and algorithm. Among algorithms within the margin of the
     fastest, the first one of all wins, then the winner of the next smaller size, then any other. The first one is known

@@ -168,8 +168,7 @@ class Agrees(Averages, Protocol):
     def pull(self, workers: int) -> float:
         """The share of its difference from the agreed weights that a worker gives up.
 
-        With 1 it takes over the agreed weights. With less they are a centre that no worker has; the centre is the
-        result.
+        With 1 it takes over the agreed weights. With less they are a centre that no worker has, the result.
         """
         ...
 

@@ -17,8 +17,7 @@ then those of the worker's own steps and forget as fast as in a synchronous run.
 N pushes acts like momentum on one worker. ``dana`` adds Nesterov's look-ahead: a worker gets the weights that the
 momenta of all workers will lead to, roughly where they will be when its push arrives (Hakimi, Barkai, Gabel and
 Schuster, "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612). This is ``own`` with
-``nesterov=True`` in the optimizer (the paper's DANA-Slim), so messages are no larger. Owners keep the state of each
-worker.
+``nesterov=True`` in the optimizer (the paper's DANA-Slim), so messages are no larger. Owners keep each worker's state.
 
 ``compensate`` is the lambda of delay compensation (Zheng et al., "Asynchronous stochastic gradient descent with delay
 compensation", ICML 2017). A gradient g computed on the weights w becomes g + lambda g g (w' - w) on the current weights

@@ -333,8 +333,7 @@ def models(
 
 @LAWS.law(models(3, 10, least_layers=1))
 def engines_support_its_declarations(case: Case) -> None:
-    """``release``, ``phases``, ``apply`` and ``local`` have known values, buckets may start, and priorities are
-    numbers."""
+    """``release``, ``phases``, ``apply`` and ``local`` are known, buckets may start, and priorities are numbers."""
     for name, known in (("release", Release), ("phases", Phases), ("apply", Application)):
         value = getattr(case.schedule, name)
         require(value in get_args(known), f"{name} is {value!r}, but must be one of {', '.join(get_args(known))}")

@@ -9,8 +9,7 @@ if the process is killed, nothing is.
 Limits: ``LIMIT`` spans per process, 16 MiB of rows, are kept; later ones are counted. File space is reserved a MiB at a
 time before it is used, so that a full disk ends the recording but not the process.
 
-Segments are not kept, because they follow from their sends and receives; neither are calls of compiled code that did
-nothing.
+Segments are not kept, because they follow from their sends and receives; neither are compiled calls that did nothing.
 
 **Clocks** of all processes are converted to rank 0's, from measured offsets. Processes of one kernel share
 CLOCK_MONOTONIC, unless they are in different time namespaces (``identity``): they need no measurement and have no

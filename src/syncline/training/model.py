@@ -42,8 +42,7 @@ def _all_alike() -> float:
 class Framework:
     """The calls of a framework in the steps of a model; the default of each does nothing.
 
-    ``kind`` is the kind of the ticket: STEP for an exchange of gradients, AVERAGE or CONSOLIDATE for an exchange of
-    weights.
+    ``kind`` is the kind of the ticket: STEP for an exchange of gradients, AVERAGE or CONSOLIDATE for one of weights.
     """
 
     check: Callable[[], None] = nothing

@@ -5,8 +5,7 @@ the optimizer's groups (learning rate and so on), the owners update their slices
 If weights are pulled by layer, the worker sends the values at the first gradient of a step, and pulls each bucket as
 soon as it has pushed it. Between two steps workers may meet (``consolidate``) and leave.
 
-A framework detects the weights and gradients that a script has changed. ``serving.owners`` sends the messages to
-owners.
+A framework detects the weights and gradients that a script has changed. ``serving.owners`` sends the messages.
 """
 
 from __future__ import annotations

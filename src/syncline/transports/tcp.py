@@ -6,8 +6,7 @@ costs no round trip. Bodies are written from the sender's buffer and read into t
 kernel's two. Messages that cannot go to the caller's memory (``borrow``, or an early message) use pooled scratch.
 
 Received frames are validated: a large message without a credit, or more credits or unclaimed messages than a correct
-process can have in flight, is a ProtocolError that ``poll`` raises. A message that does not fit its receive is read and
-discarded.
+process can have in flight, is a ProtocolError that ``poll`` raises. A message that does not fit is read and discarded.
 
 Traffic of a message: its bytes and a header of 24; a large one also costs 24 bytes back for its credit. Checksums take
 8 bytes more for a header and for a body.

@@ -185,8 +185,7 @@ def is_wanted(asked: Strategy, workers: int) -> bool:
 def candidates(strategy: Strategy, overlap: bool, texts: Sequence[str] = CANDIDATES) -> list[Strategy]:
     """The strategy with each compatible schedule; ``overlap`` says if steps may end in the next iteration.
 
-    Where servers hold the weights no step may end later, because a script that reads gradients is refused there instead
-    of waiting.
+    Where servers hold the weights no step may end later, because a script that reads gradients is refused there.
     """
     found, overlap = [], overlap and not strategy.server_holds_weights
     for text in texts:

@@ -261,8 +261,7 @@ class Line:
     def send(self, nbytes: int) -> int:
         """Let up to ``nbytes`` leave. Returns the number that left.
 
-        It may exceed ``nbytes``: a record that TLS could not send before leaves whole. OSError if the connection is
-        broken.
+        It may exceed ``nbytes``: a record that TLS could not send before leaves whole. OSError if the line is broken.
         """
         with memoryview(self.queue) as queued, queued[:nbytes] as part:
             try:

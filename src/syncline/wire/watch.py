@@ -83,8 +83,7 @@ class Heartbeats:
             time.sleep(0.0001)
 
     def end(self) -> dict[int, bytes]:
-        """Stop sending. Returns the rest of each frame that was sent in part, by peer. Called by one thread at a
-        time."""
+        """Stop sending. Returns the rest of each frame that was sent in part, by peer. For one thread at a time."""
         if self._ended:
             return {}
         self._ended = True

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from . import bench, explain, predict, run, show, trainings
+from . import bench, predict, run, show, trainings
 from ._options import Verbs
 
 INTERRUPTED = 130
@@ -53,7 +53,7 @@ for verb in (
     *(run.run, run.repeat, run.doctor, run.record, run.lab),
     *(trainings.compare, trainings.accuracy, trainings.tune),
     *(bench.bench, bench.calibrate),
-    *(predict.predict, predict.reproduce, explain.explain),
+    *(predict.predict, predict.reproduce, predict.explain),
     *(show.show, show.strategies, show.timeline, show.flight, show.top),
 ):
     cli.add_command(verb)

@@ -1,4 +1,4 @@
-"""The commands ``syncline predict`` and ``reproduce``: their options and help texts."""
+"""The commands ``syncline predict``, ``reproduce`` and ``explain``: their options and help texts."""
 
 from __future__ import annotations
 
@@ -83,3 +83,21 @@ def reproduce(folder: Path | None, output: Path | None) -> None:
 
     (target,) = result_paths({"-o": output})
     replace_text(target or STANDARD_OUTPUT, page(folder))
+
+
+@click.command()
+@click.argument("file", type=FILE)
+@click.option(
+    "--only", default="", metavar="TEXT",
+    help="Explain the run or row whose name contains TEXT; default: the slowest in FILE.",
+)  # fmt: skip
+@JSON
+@REPORT
+def explain(file: Path, only: str, json_path: Path | None, report_path: Path | None) -> None:
+    """Tell why a run is as slow as it is, and what would be faster.
+
+    FILE is a timeline (run --trace), a flight record, or a result (--json) of compare, tune or bench.
+    """
+    from ..explain.command import run
+
+    run(file, only, json_path, report_path)

@@ -1,5 +1,4 @@
-"""``syncline bench collectives``: collectives over sizes, ranks, algorithms and transports, next to the usual
-libraries.
+"""``syncline bench collectives``: collectives over sizes, ranks, algorithms and transports, beside usual libraries.
 
 Start with ``request``, which checks what to measure. ``collective_bench`` measures one number of ranks after the other
 and keeps its results after every size. It starts ``ranks``, which run ``collective_ranks`` on one of the ``contenders``

@@ -393,8 +393,7 @@ def run(
     goals: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Measure, and print the tables. Returns 0 if every installed contender was measured and its results were right,
-    else 1.
+    """Measure, and print the tables. Returns 0 if every installed contender was measured with right results, else 1.
 
     With ``resume_path`` all rows of that file are kept and none is measured again. If ``json_path`` names a file of the
     same machine and code, its rows for this request are kept. The result file is written after every size, the page at

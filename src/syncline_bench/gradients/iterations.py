@@ -73,8 +73,7 @@ class Iteration(Protocol):
         ...
 
     def is_right(self, seed: int) -> bool:
-        """Whether every element was moved and is the ranks' mean of the values that ``Ground.fill`` wrote with that
-        seed.
+        """Whether every element was moved and is the ranks' mean of what ``Ground.fill`` wrote with that seed.
 
         A single rank's mean equals the gradient from backward: only the places and the block show whether anything was
         moved.

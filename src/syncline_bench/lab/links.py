@@ -2,8 +2,7 @@
 
 The switch is a bridge in namespaces of its own. A pair of virtual interfaces joins each host to it: ``eth0`` in the
 host, ``pN`` at the switch. Both ends limit the rate of outgoing frames, so every host can send and receive at the rate
-at the same time, as over a full-duplex link. If several hosts send to one host, their frames queue at the switch's
-port.
+at the same time, as over a full-duplex link. If several hosts send to one host, their frames queue at its port.
 
 A token bucket (tc-tbf(8)) lets ``burst`` bytes pass at once after the link was idle. Its timer fires some 50 to 100 us
 late, more on a busy machine, and tokens that do not fit into the bucket meanwhile are lost. A bucket small enough to

@@ -20,8 +20,7 @@ PIECE_BYTES = 1 << 20
 class Ring(ABC):
     """Ring allreduce, or one of its halves, over an array in this process's memory.
 
-    A library's ring implements ``_reduce_scatter`` and ``_all_gather``, which move the parts. ``version`` names the
-    library.
+    A library's ring implements ``_reduce_scatter`` and ``_all_gather``, which move the parts. ``version`` names it.
     """
 
     def __init__(self, seat: Seat, version: str) -> None:

@@ -1,8 +1,7 @@
 """Makes the rows of a prediction: one per strategy, number of workers and network, each with an interval.
 
 Owns the sequence of a prediction and its remarks: the number of workers where scaling ends, the fastest strategies, the
-assumptions, and the inputs that have no effect. ``iterations`` simulates, and ``vary`` repeats simulations with other
-constants.
+assumptions, and the inputs that have no effect. ``iterations`` simulates, ``vary`` does so with other constants.
 """
 
 from __future__ import annotations

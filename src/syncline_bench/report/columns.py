@@ -30,8 +30,7 @@ _SMALL = re.compile(r"[^=_]*[=_]?\s?")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column: its title, the field or property ``of`` a row with its format, or the function ``by`` that returns a
-    row's text.
+    """One column: its title, the field or property ``of`` a row with its format, or the function ``by`` of a row.
 
     The ``unit`` follows the title, on a page below it. On a page the title is ``head``, or ``title`` if ``head`` is
     None; an empty title or head leaves the column out there. ``means`` explains the column, by default its field's

@@ -2,8 +2,7 @@
 
 Owns the settings, which are near to the papers', the networks between the hosts of four GPUs of Shi and Chu (2017), and
 the assumed time of an update on a GPU. Papers publish maxima ("up to"). The compared figure is therefore the largest
-gain of a search over link rates, which does not use a paper's own rate. If it is too small, the model does not explain
-the gain.
+gain of a search over link rates, which does not use a paper's own rate. A smaller one does not explain the gain.
 """
 
 from __future__ import annotations

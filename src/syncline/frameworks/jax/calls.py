@@ -87,8 +87,7 @@ class _ErrorArguments(ctypes.Structure):
 
 
 class Calls:
-    """All calls of this process, by number. They are never removed, because a compiled computation may be called at
-    any time."""
+    """All calls of this process, by number. They stay, because a compiled computation may be called at any time."""
 
     def __init__(self) -> None:
         self.known: list[Call] = []

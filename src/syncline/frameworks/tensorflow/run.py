@@ -250,8 +250,7 @@ class Run:
     # While a graph is made, or in eager mode.
 
     def exchange(self, gradients: Sequence[Any], rate: Any = None) -> list[Any]:
-        """The means of the gradients. If owners hold the weights, the new weights; ``rate`` is the learning rate for
-        the owners."""
+        """The means of the gradients. If owners hold the weights, the new weights; ``rate`` is their learning rate."""
         self._check_compiler()
         with tf.control_dependencies(self._turn()):
             found = self._exchanged(gradients, [] if rate is None else [rate])

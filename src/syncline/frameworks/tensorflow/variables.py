@@ -324,8 +324,7 @@ class KerasSlices(OnHoldings):
 
 
 def probe(optimizer: Any, variables: Sequence[Any], specs: Sequence[Spec]) -> bool:
-    """Raise UsageError unless slices are updated like whole variables. Returns whether the optimizer has elementwise
-    state.
+    """Raise UsageError unless slices are updated like whole variables. Returns whether it has elementwise state.
 
     The test runs in float64 on small variables with the same numbers of dimensions. Each half of them has an optimizer
     of its own. One of the gradients is large, to trigger limits on norms.

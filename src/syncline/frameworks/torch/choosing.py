@@ -16,8 +16,7 @@ schedule if no rank reported a read in the measured or watched steps, and the be
 does. Rank 0 sends the choice with the layout, and the phase of every rank follows from it. Until the change, a read is
 correct under the running schedule. A rank whose model or optimizer cannot defer updates reports that in every ticket.
 
-Reads through tensors that share a parameter's memory cannot be detected. If there are such tensors, no schedule
-overlaps.
+Reads through tensors that share a parameter's memory cannot be detected. With such tensors no schedule overlaps.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ side, the optimizer object.
 
 Weights that the script has changed since the last step (a loaded state, clipped weights) are sent to the owners with
 the step. Rank 0's are used, and all ranks must have made the same change. Gradients that were changed after they were
-sent are refused, and so is a second exchange before the step. With ``syncline.clip_grad_norm_`` the owners clip the
-gradients.
+sent are refused, and so is a second exchange before the step. With ``syncline.clip_grad_norm_`` owners clip.
 
 Weights may come back layer by layer during the next iteration (``Pulling``). At the first gradient of a step the owners
 receive the values of the optimizer's groups. From then on each bucket proceeds by itself: it is pushed when its
@@ -157,8 +156,7 @@ class Client:
             self._unscaled = True
 
     def step(self, groups: Groups, *, skip: bool = False) -> None:
-        """Let the owners apply the pushed gradients, and wait for the new weights. Pulls start while pushes are in
-        flight.
+        """Let the owners apply the pushed gradients, and wait for the new weights. Pulls start before pushes end.
 
         With ``skip`` all workers drop the gradients.
         """
@@ -263,8 +261,7 @@ class Client:
         }
 
     def resume(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Let the owners continue from that step, with their own weights if the state has any; all workers must call
-        it.
+        """Let the owners continue from that step, with their own weights if the state has any; all workers call it.
 
         Raises UsageError for weights of another model.
         """
@@ -343,8 +340,7 @@ class Client:
         """Let gradients that were not zeroed count in the next step, because PyTorch adds to them.
 
         The left gradients are this worker's share and will be divided by the number of workers once more. If workers
-        own the weights, an owner's gradients hold the sums of its parts, and the other workers must not count these
-        again.
+        own the weights, an owner's gradients hold the sums of its parts, which other workers must not count again.
         """
         replica = self.replica
         if not self._left:
@@ -385,8 +381,7 @@ class Client:
         return meeting.share()
 
     def _check_left(self, first: int | None) -> None:
-        """Raise GradientError if backward adds to gradients that were left from the last step and are not prepared for
-        it.
+        """Raise GradientError if backward adds to gradients that were left from the last step and not prepared for it.
 
         ``first`` is the parameter whose gradient is already complete, if there is one. It was zeroed before if it has
         been written more than once since the end of the step.
@@ -512,8 +507,7 @@ class Pulling(DeferredUpdates):
             storage.count_users()  # the client has become a user of the memory
 
     def take_step(self) -> None:
-        """Handle the script's call of the optimizer: from now on reads give the new weights, and wait for them if
-        necessary."""
+        """Handle the script's call of the optimizer: from now on reads give the new weights, and may wait for them."""
         with self._deferral.lock:
             replica, machine = self._replica, self._replica.trained.machine
             number, everything = machine.begun - 1, range(len(self._parameters))

@@ -118,8 +118,7 @@ class Staged(Staging):
         self._copier.run("down", partial(_weigh, pair.device, share), mark)
 
     def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
-        """Start the copy at once. A thread of this object waits for its end, so that neither training nor progress
-        is blocked."""
+        """Start the copy at once. A thread of this object waits for its end, so that nothing else is blocked."""
         landed, observer, span = self._engine.promise(f"{label}: copying to the host"), self._engine.observer, None
         if observer is not None:
             span = begin(observer, "staging", landed.label, landed.span, nbytes=pair.host.nbytes)

@@ -42,8 +42,7 @@ def layers_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layer, ..
 
 
 def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
-    """A one-dimensional array over a tensor's memory, or over a copy, and a function to call after a write to the
-    array.
+    """A one-dimensional array over a tensor's memory, or over a copy, and a function to call after a write.
 
     Raises UsageError or NotBuiltError for other objects, and for a tensor without elements of its own.
     """
@@ -138,8 +137,7 @@ def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """An expanded tensor without its repetitions: each element has its own memory. Other tensors are returned
-    unchanged.
+    """An expanded tensor without its repetitions: each element has its own memory. Others are returned unchanged.
 
     Ranks whose tensors have the same shape and strides get the same part.
     """

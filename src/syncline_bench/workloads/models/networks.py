@@ -46,8 +46,7 @@ def _biased(layer: Weighted, value: float) -> Weighted:
 class DigitsCNN(nn.Sequential):
     """(n, 1, 8, 8) images to (n, 10) scores; 151,306 parameters with 128 hidden neurons.
 
-    No batch normalisation and no dropout, so that training on N workers equals training on one with the union of their
-    batches.
+    No batch normalisation and no dropout, so that N workers train as one does on the union of their batches.
     """
 
     def __init__(self, hidden: int = 128) -> None:
