@@ -1,7 +1,8 @@
 """A training script for launchers: every rank prints "running" and trains until told otherwise.
 
 Arguments: how rank 1 ends (none, raise, kill, stop), and the liveness limit in seconds. Only ranks that are ended from
-outside train by PyTorch, whose import takes more than all else here.
+outside train by PyTorch, whose import takes more than all else here. With ``backend`` in place of an end they wait in a
+group of torch.distributed until they are ended.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 import numpy as np
 
 import syncline
 
+HOLD_S = 60.0
+
 
 def main(how: str, liveness: float) -> None:
+    if how == "backend":
+        wait_in_a_group()
     syncline.init(liveness=liveness)
     train = by_torch() if how == "none" else by_numpy()
     for step in range(1_000_000):
@@ -31,6 +37,14 @@ def main(how: str, liveness: float) -> None:
             if syncline.rank() == 1 and how != "none":
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         train()
+
+
+def wait_in_a_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("syncline")
+    os.write(1, f"running as {os.getpid()}\n".encode())
+    time.sleep(HOLD_S)
 
 
 def by_torch() -> Callable[[], None]:

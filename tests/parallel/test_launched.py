@@ -144,8 +144,9 @@ def torchrun_command(*arguments: str, place: tuple[str, ...] = ("--standalone",)
     return [torchrun, *place, *arguments]
 
 
-def test_the_workers_of_a_killed_torchrun_end() -> None:
-    command = torchrun_command("--nproc-per-node", "2", str(HERE / "launched_script.py"), "none", "2.0")
+@pytest.mark.parametrize("how", ["none", "backend"])
+def test_the_workers_of_a_killed_torchrun_end(how: str) -> None:
+    command = torchrun_command("--nproc-per-node", "2", str(HERE / "launched_script.py"), how, "2.0")
     with started(command) as process:
         assert process.stdout is not None
         pids: list[int] = []

@@ -11,6 +11,7 @@ reports that.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util
 import os
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..errors import SynclineError, UsageError
+from ..launch.child import end_with_launcher
 from ..launch.connecting import alone, connect_session
-from ..launch.environment import of_store
+from ..launch.environment import of_store, recognise
 from ..launch.rendezvous import Rendezvous
 from ..session.checks import asked_for
 from ..session.communicator import Communicator
@@ -172,6 +174,8 @@ def _watch_the_end() -> None:
         return
     _watching = True
     watch_exceptions(lambda: _live[0] if _live else None)
+    with contextlib.suppress(UsageError):  # of variables that the group does not need
+        end_with_launcher(recognise())
     atexit.register(_end_all)
     # Children of multiprocessing, and of torch.multiprocessing.spawn, do not run the functions of atexit.
     multiprocessing.util.Finalize(None, _end_all, exitpriority=100)
