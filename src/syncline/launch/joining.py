@@ -60,8 +60,8 @@ _ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 8_000),
 )  # fmt: skip
-"""A host that falls silent loses its connection after 8 s, the default of ``liveness`` between workers, or 8 s after the
-first data that it does not confirm: within 16 s."""
+"""A host that falls silent loses its connection after 8 s, the default of ``liveness`` between workers, or 8 s after
+the first data that it does not confirm: within 16 s."""
 
 Frame = Mapping[str, Any]
 
