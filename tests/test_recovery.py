@@ -22,7 +22,10 @@ from syncline.frameworks.torch.prepare import GroupValues, prepare
 from syncline.launch.relay import VARIABLE, RelayLine
 from syncline.membership import Commit, Peer, Refused, Send, View, to_plain
 from syncline.process import process
-from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _join_in
+from syncline.recovery import _ended
+from syncline.recovery.agreement import Agreement, AllDone, join_in
+from syncline.recovery.lasting import check_shareable
+from syncline.recovery.members import Members
 from syncline.saving import packed, unpacked
 from syncline.session.session import Session
 
@@ -32,6 +35,12 @@ def members(most: int = 0) -> Iterator[Members]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         yield Members(RelayLine(theirs, 0, 2, 1, most))
+
+
+@contextmanager
+def agreement(most: int = 0) -> Iterator[Agreement]:
+    with members(most) as found:
+        yield found.agreement
 
 
 @pytest.mark.parametrize(
@@ -232,23 +241,23 @@ def test_a_state_that_cannot_be_shared_is_refused_at_the_call() -> None:
             raise AssertionError(state)
 
     with pytest.raises(UsageError, match=r"the state of a Odd: .* cannot contain the object at best/run"):
-        _check_shareable(Odd())
+        check_shareable(Odd())
 
 
 def test_the_end_of_an_earlier_call_ends_no_later_one() -> None:
-    with members() as found:
-        found._calls = 2
+    with agreement() as found:
+        found.calls = 2
         assert found._heard({"done": 1, "call": 1}) == []
-        with pytest.raises(_AllDone):
+        with pytest.raises(AllDone):
             found._heard({"done": 1, "call": 2})
 
 
 def test_a_worker_that_comes_when_all_have_finished_ends() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        found = Members(RelayLine(theirs, 2, 2, 1, 2))
+        found = Agreement(RelayLine(theirs, 2, 2, 1, 2), 0, serves=False)
         assert found.joins
-        with pytest.raises(_AllDone):
+        with pytest.raises(AllDone):
             found._heard({"done": 1})
 
 
@@ -267,29 +276,29 @@ def test_a_new_worker_is_left_out_unless_an_older_one_is_lost(
 ) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        found = Members(RelayLine(theirs, 0, 2, 1, 2))
+        found = Agreement(RelayLine(theirs, 0, 2, 1, 2), 0, serves=False)
         view = View(2, tuple(Peer(number, f"{number}@host:1") for number in range(3)), 3)
         for number in ended:
             ours.send(json.dumps({"ended": number}).encode())
-        assert found._blamed(view, error) == blamed
+        assert found.blamed(view, frozenset({2}), error) == blamed
 
 
 def test_a_message_of_another_version_is_refused() -> None:
-    with members(most=3) as found:
+    with agreement(most=3) as found:
         packet = {"from": 7, "message": ["Join", "7@host:1", [], -1, False, "a field of a newer version"]}
         (sent,) = found._heard(packet)
         assert isinstance(sent, Send)
         assert (sent.to.name, type(sent.message)) == ("7@elsewhere:0", Refused)
-        assert _join_in(packet) is None
+        assert join_in(packet) is None
 
 
 def test_a_member_with_a_name_that_no_launcher_gives_is_not_taken_over() -> None:
-    with members() as found:
+    with agreement() as found:
         view = View(2, (Peer(0, "0@host:1"), Peer(1, "../1")), 2)
         (sent,) = found._heard({"from": 1, "message": to_plain(Commit(view))})
         assert isinstance(sent, Send)
         assert isinstance(sent.message, Refused)
-        assert found._keeper.view.number == 1
+        assert found.keeper.view.number == 1
         for nonsense in ({}, {"from": [], "message": 1}, {"view": 1, "half": 3}, {"ended": {}}, {"done": 9}):
             assert found._heard(nonsense) == []
 
@@ -298,12 +307,12 @@ def test_a_member_with_a_name_that_no_launcher_gives_is_not_taken_over() -> None
     "name", ["8@host:1", "7", "", "7@", "-7@host:1", "9" * 5000 + "@host:1", "7@a@b:1", "7@h:65536", "7@h:65535"]
 )
 def test_nobody_joins_under_another_name_than_the_senders(name: str) -> None:
-    with members(most=3) as found:
+    with agreement(most=3) as found:
         packet = {"from": 7, "message": ["Join", name, [], -1, False]}
-        assert (_join_in(packet) is not None) == (name == "7@h:65535")
+        assert (join_in(packet) is not None) == (name == "7@h:65535")
         found._heard(packet)
-        assert found._keeper.view.number == 1
-        assert found._keeper.halted == (name == "7@h:65535")
+        assert found.keeper.view.number == 1
+        assert found.keeper.halted == (name == "7@h:65535")
 
 
 def test_nobody_joins_after_the_call() -> None:
@@ -319,9 +328,9 @@ syncline.init("ring")
 sampler = syncline.sampler(list(range(12)), global_batch=6)
 
 def train():
-    asks = to_plain(Join("1@host:1", process.elastic._keeper._terms))
+    asks = to_plain(Join("1@host:1", process.elastic.agreement.keeper._terms))
     ours.send(json.dumps({"from": 1, "message": asks}).encode())
-    process.elastic._look_s = 0.0
+    process.elastic.agreement._look_s = 0.0
 
 syncline.elastic(train)
 for batch in sampler:

@@ -89,6 +89,11 @@ class View:
         """The numbers of those members that are servers."""
         return frozenset(peer.number for peer in self.members if peer.serves)
 
+    @property
+    def seated(self) -> list[Peer]:
+        """The members by their places in the session of the view: servers come last."""
+        return sorted(self.members, key=lambda peer: (peer.serves, peer.number))
+
     def peer(self, number: int) -> Peer:
         """The member with that number."""
         return next(peer for peer in self.members if peer.number == number)

@@ -36,7 +36,7 @@ from test_tls import write
 from test_transport_faults import Scripted, frame
 
 from frames import header
-from syncline import membership, metrics, recovery, registry, saving
+from syncline import membership, metrics, registry, saving
 from syncline.codecs import Codec, Merges, PayloadError
 from syncline.compression import saved
 from syncline.engine.flight import BYTES, Flight
@@ -47,7 +47,6 @@ from syncline.errors import (
     HandshakeError,
     MismatchError,
     NotBuiltError,
-    PeerLost,
     ProtocolError,
     RollCallError,
     StrategyError,
@@ -62,6 +61,7 @@ from syncline.launch.joining import TOLD, Frames, Guest, Reception, in_frame
 from syncline.launch.relay import Name, Relay
 from syncline.membership import Accept, Accepted, Commit, Join, Outbid, Peer, Prepare, Promise, Refused, Report, View
 from syncline.nouns import Bucket, Layer, Rate, Seconds, Size, Slice, Spec
+from syncline.recovery import agreement
 from syncline.sampling import Pool, Pools, SampleOrder
 from syncline.serving import records, turns
 from syncline.serving.messages import read_message
@@ -712,7 +712,7 @@ def packets() -> tuple[list[bytes], Parse]:
     return valid, parse
 
 
-@parser(GroupError, recovery._AllDone)
+@parser(GroupError, agreement.AllDone)
 def packets_of_launchers() -> tuple[list[bytes], Parse]:
     """Of the launcher, and of other processes through it, to a member and to a process that joins."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -722,14 +722,14 @@ def packets_of_launchers() -> tuple[list[bytes], Parse]:
         for number in (0, 3):
             ours.send(data or b"\0")
             line = relay.RelayLine(theirs, number, 3, 1, 4)
-            found = recovery.Members(line)
-            found._halt(PeerLost("gone", rank=2))
+            found = agreement.Agreement(line, 0, serves=False)
+            found.lost(2)
             packet = line.receive(0.1)
             if packet is not None:
-                recovery._join_in(packet)
+                agreement.join_in(packet)
             found._tell(found._heard(packet))
             found._tell(found._heard(None))
-            assert all(Name.read(peer.name) for peer in found._keeper.view.members if number == 0)
+            assert all(Name.read(peer.name) for peer in found.keeper.view.members if number == 0)
             with contextlib.suppress(BlockingIOError):
                 while ours.recv(1 << 17):
                     pass

@@ -19,12 +19,12 @@ import torch
 from rank_bodies import SECRET
 
 import syncline
-from syncline import recovery
 from syncline.frameworks.torch.prepare import Given, GroupValues, Held, Prepared
 from syncline.global_batches import GlobalBatches, SampleLog
 from syncline.launch import relay
 from syncline.membership import ViewKeeper
 from syncline.process import process
+from syncline.recovery import agreement, members
 from syncline.serving.owner import Owner
 from syncline.serving.owners import RemoteOwners
 from syncline.session.session import Session
@@ -62,11 +62,11 @@ def die(*_: object) -> None:
 
 def await_a_join() -> None:
     """Wait until a worker asks to join, on the worker that looks for it."""
-    members: recovery.Members = process.elastic
-    members._look_s = 0.0
-    while not members._is_asked():
-        members._look_s = 0.0
-        assert select.select([members._line._sock], [], [], WAIT_S)[0]
+    found: agreement.Agreement = process.elastic.agreement
+    found._look_s = 0.0
+    while not found.is_asked():
+        found._look_s = 0.0
+        assert select.select([found.line._sock], [], [], WAIT_S)[0]
 
 
 def train(line: Connection, index: int, processes: int, address: str, least: int, plan: dict[str, Any]) -> None:
@@ -108,9 +108,9 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
         points.watch()
     for when in ("beginning", "restoring"):  # it dies before it connects, or with the weights that others wait for
         if [when, -1] in happenings:
-            setattr(recovery.Members, {"beginning": "_begin", "restoring": "_restore"}[when], die)
-    recovery._CONNECT_S = plan.get("connect_s", recovery._CONNECT_S)
-    recovery._LOOK_S = math.inf  # it looks for new workers where the plan says so
+            setattr(members.Members, {"beginning": "_begin", "restoring": "_restore"}[when], die)
+    members._CONNECT_S = plan.get("connect_s", members._CONNECT_S)
+    agreement.LOOK_S = math.inf  # it looks for new workers where the plan says so
     for what, step in happenings:
         if what in ("updates", "updated", "late", "pushed"):
             in_step(what, step)
@@ -210,15 +210,15 @@ class Points:
 
     def watch(self) -> None:
         """Put points before and after the calls that matter."""
-        members = recovery.Members
+        mine = members.Members
         for owner, name in (
-            (members, "count"), (GlobalBatches, "commit"), (SampleLog, "write"), (members, "go_on"),
+            (mine, "count"), (GlobalBatches, "commit"), (SampleLog, "write"), (mine, "go_on"),
             (Prepared, "hold_parts"), (type(process), "lose"), (Given, "keep_values"),
             (type(process), "begin_again"), (Given, "copy_again"),
             (Held, "put_together_again"), (Given, "prepare_again"),
             (Session, "tell_all"), (GroupValues, "load_state_dict"),
             (GlobalBatches, "divide"), (ViewKeeper, "restored"), (relay.RelayLine, "send"),
-            (relay.RelayLine, "receive"), (members, "tell_done"),
+            (relay.RelayLine, "receive"), (agreement.Agreement, "tell_done"),
         ):  # fmt: skip
             self._around(owner, name)
 

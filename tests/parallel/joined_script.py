@@ -22,8 +22,8 @@ import elastic_bodies as bodies
 import torch
 
 import syncline
-from syncline import recovery
 from syncline.process import process
+from syncline.recovery import agreement
 
 HOLD_S = 60.0
 
@@ -36,7 +36,7 @@ def say(line: str) -> None:
 def main() -> None:
     plan: dict[str, Any] = json.loads(sys.argv[1])
     number = int(os.environ["SYNCLINE_ELASTIC"].split(":")[1])
-    recovery._LOOK_S = 0.0
+    agreement.LOOK_S = 0.0
 
     def happen(now: str, step: int) -> None:
         if now == "join" and syncline.rank() == 0:

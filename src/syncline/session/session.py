@@ -105,7 +105,7 @@ class Session(Communicator):
         self.lone: list[Any] | None = None
         """What models of PyTorch were prepared with, while this process is alone, and it or others join a run."""
         self.lasting: list[Any] = []
-        """The models of other frameworks, with what outlives this session (``recovery.Lasting``)."""
+        """The models of other frameworks, with what outlives this session (``recovery.lasting``)."""
         self.ended: ViewEnds | None = None
         """What a call of this session has raised because a worker joins the run: a framework may pass on only its text.
         """

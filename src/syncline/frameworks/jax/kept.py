@@ -20,7 +20,7 @@ from .trees import broadcast, named, of_run, state_of
 
 
 class Kept(LastsWhole):
-    """Values that outlive the sessions of an elastic run (``recovery.Lasting``). UsageError without Syncline's state in
+    """Values that outlive the sessions of an elastic run (``recovery.lasting``). UsageError without Syncline's state in
     them."""
 
     def __init__(self, session: Session, values: Any) -> None:

@@ -52,7 +52,7 @@ Apply = Callable[..., None]
 
 class Prepared(LastsWhole):
     """A model in a run, with its optimizer if Keras made it. It outlives the sessions of an elastic run
-    (``recovery.Lasting``).
+    (``recovery.lasting``).
 
     ``run`` is None in a run with one worker, unless others may join it, or it repeats a log.
     """

@@ -89,7 +89,7 @@ class Given:
         kind, made = type(self.model).__name__, plain_class(self.optimizer).__name__
         return f"{kind} of {elements:,} elements in {len(tensors)} tensors, with {made} ({digest:08x})"
 
-    # What an elastic run does with it (``recovery.Lasting``).
+    # What an elastic run does with it (``recovery.lasting``).
 
     @property
     def shared(self) -> list[GroupValues]:
