@@ -54,7 +54,7 @@ def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path, transport: s
     assert cluster.message_s > 0
 
 
-@pytest.mark.parametrize("how", ["a rank is killed", "interrupt"])
+@pytest.mark.parametrize("how", ["a rank is killed", pytest.param("interrupt", marks=pytest.mark.slow)])
 def test_nothing_is_left_when_it_ends_early(how: str, tmp_path: Path) -> None:
     """A rank that dies is named; Ctrl-C ends all; there is no file, and no process."""
     command = [*COMMAND, "--seconds", "600", "-o", str(tmp_path / "mine.json")]

@@ -58,7 +58,13 @@ TILE = 1024
 CHOSEN_FROM = 2048
 """Elements that a program chooses from, where the block is the tensor."""
 
-over_codecs = pytest.mark.parametrize("text", CODECS)
+over_codecs = pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=[pytest.mark.slow] if CODECS[number - 1].startswith(text.partition("(")[0]) else [])
+        for number, text in enumerate(CODECS)
+    ],
+)
 FAMILIES = list({text.partition("(")[0]: text for text in CODECS}.values())
 over_families = pytest.mark.parametrize("text", FAMILIES)
 """Each codec once: what its arguments do to the bits is for the first law."""

@@ -35,7 +35,7 @@ def same(arrays: list[Floats]) -> None:
         np.testing.assert_array_equal(array.view(np.uint32), arrays[0].view(np.uint32))
 
 
-@pytest.mark.parametrize("rank", [1, 3, 4, 6])
+@pytest.mark.parametrize("rank", [1, 3, 6])
 def test_every_rank_keeps_all_laws(rank: int) -> None:
     check_codec(f"powersgd(rank={rank})", seed=rank, examples=15)
 

@@ -36,7 +36,14 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "torch-near"])
+VARIANTS = ("checked", "shaped", "auto-far", "zmq-near")
+"""Kinds that share nearly all with another one."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in VARIANTS)) for kind in (*KINDS, "torch-near")],
+)
 def test_every_transport_keeps_all_laws(kind: str) -> None:
     if kind in PACKAGES:
         pytest.importorskip(PACKAGES[kind])

@@ -57,7 +57,7 @@ LEARNING = [
 
 @pytest.mark.parametrize(
     ("text", "architecture"),
-    [(text, "direct") for text in LEARNING]
+    [pytest.param(text, "direct", marks=[pytest.mark.slow] * (n % 2)) for n, text in enumerate(LEARNING)]
     + [(text, "ps(servers=1)") for text in ("int8", "onebit", "topk(ratio=0.3)", "qsgd", "ternary")],
 )
 def test_what_is_learnt_is_what_the_gradients_say(group: Any, text: str, architecture: str) -> None:

@@ -61,7 +61,9 @@ def trained(session: Session, steps: int = STEPS) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("strategy", DETERMINED)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(text, marks=[pytest.mark.slow] * (n % 2)) for n, text in enumerate(DETERMINED)]
+)
 def test_a_group_learns_bit_for_bit_what_a_run_of_so_many_workers_does(group: Any, strategy: str) -> None:
     """Two groups and a worker that is in none train at once; nothing of it is in what the other one learns."""
 

@@ -348,6 +348,7 @@ def test_parameter_groups_keep_their_own_values(group: Any, strategy: str) -> No
     same_as_alone(group, strategy, 2, make, body)
 
 
+@pytest.mark.slow
 def test_many_parameter_groups_fit_into_a_request(group: Any) -> None:
     """A group per parameter, as layer-wise decay makes them: more than 64 KiB of values."""
 

@@ -32,7 +32,7 @@ def train(here: Here, steps: int = 3) -> dict[str, torch.Tensor]:
     ("strategy", "before"),
     [
         ("ring", True),
-        ("ring schedule=priority(slice=40B)", False),
+        pytest.param("ring schedule=priority(slice=40B)", False, marks=pytest.mark.slow),
         pytest.param("ps(servers=1)", True, marks=pytest.mark.slow),
     ],
 )

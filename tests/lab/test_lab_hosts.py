@@ -126,6 +126,7 @@ def test_goodput_lies_below_the_rate(lab: Lab, own: bool) -> None:
     assert 0 < found * 8 < lab.rate * 1.02
 
 
+@pytest.mark.slow
 def test_syncline_and_torch_meet_and_reduce_in_it(lab: Lab) -> None:
     """Each through a store of its own."""
     lines: list[str] = []

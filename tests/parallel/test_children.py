@@ -8,7 +8,7 @@ import rank_bodies as bodies
 from pool import Pool
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_data_loader_workers_by_fork(pool: Pool, address: str, transport: str) -> None:
     loads(pool, address, transport, "fork")
 

@@ -38,9 +38,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits(pool: Pool, address: str, work
 @pytest.mark.parametrize(
     ("place", "keeping"),
     [
-        ("ps(servers=1)", ["threshold(ratio=0.1, momentum=0.9)"]),
+        pytest.param("ps(servers=1)", ["threshold(ratio=0.1, momentum=0.9)"], marks=pytest.mark.slow),
         ("ps(servers=2)", ["int8", "fp16"]),
-        ("ps(servers=2, on=workers)", ["topk(ratio=0.1)", "randomk(ratio=0.1)"]),
+        pytest.param("ps(servers=2, on=workers)", ["topk(ratio=0.1)", "randomk(ratio=0.1)"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_on_servers_is_resumed_with_the_same_bits(

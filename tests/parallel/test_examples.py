@@ -44,6 +44,7 @@ def printed(pool: Pool, address: str, processes: int, script: str, *arguments: s
         return group.ranks[0].printed()
 
 
+@pytest.mark.slow
 def test_own_strategy(pool: Pool, address: str) -> None:
     found = printed(pool, address, 2, "own_strategy.py")
     assert "trained with ring schedule=even(count=3) transport=shm, 2 workers" in found
@@ -111,10 +112,11 @@ def test_data_parallelism_beside_another_one(pool: Pool, address: str, script: s
     assert float(largest.removeprefix("largest difference from one process: ")) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "strategy"),
     [
-        pytest.param(["-n", "2"], "ring codec=topk(ratio=0.1)", marks=pytest.mark.slow),
+        (["-n", "2"], "ring codec=topk(ratio=0.1)"),
         (["-n", "2", "--servers", "1"], "ps(servers=1) codec=int8"),
     ],
 )
@@ -145,7 +147,9 @@ def test_numpy_loop_without_torch(tmp_path: Path, options: list[str], strategy: 
 BLOCK = re.compile(r"^```(python|diff|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONG = re.compile(r"syncline (accuracy|bench|calibrate|compare|doctor|tune)\b|\. ")
 """Commands that measure, which the tests of the command line call, and the one that enters an environment."""
-VARYING = re.compile(r"(?P<chosen>^.*schedule=.+)|(?P<number>\d[\d,.]*)|(?P<limit> (bandwidth|compute)$)|(?P<space> +)")
+VARYING = re.compile(
+    r"(?P<chosen>^.*schedule=.+)|(?P<number>\d[\d,.]*)|(?P<limit> +(bandwidth|compute)$)|(?P<space> +)"
+)
 ALIKE = {"chosen": r".*schedule=.+", "number": r"[\d,.]+", "limit": r"\s+(?:bandwidth|compute)", "space": r"\s+"}
 """What differs between runs or machines, and what takes its place: the strategy that a run chooses, and figures."""
 

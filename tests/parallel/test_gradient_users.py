@@ -18,7 +18,8 @@ def wanted(pool: Pool, addresses: Callable[[], str]) -> list[dict[str, list[int]
     return results
 
 
-@pytest.mark.parametrize("strategy", ["ring schedule=fixed(bucket=1KiB)", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring schedule=fixed(bucket=1KiB)", "ring"])
 def test_what_is_kept_of_gradients_is_as_with_ddp(
     pool: Pool, address: str, wanted: list[dict[str, list[int]]], strategy: str
 ) -> None:

@@ -32,7 +32,10 @@ def equal_to_one_process(number: int, found: list[np.ndarray], tolerance: float 
         assert np.abs(mine - other).max() <= tolerance * max(1.0, np.abs(other).max())
 
 
-@pytest.mark.parametrize("strategy", ["direct schedule=wait_free", "ps(servers=2, on=workers) transport=tcp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("direct schedule=wait_free", marks=pytest.mark.slow), "ps(servers=2, on=workers) transport=tcp"],
+)
 def test_two_groups_train_two_language_models_at_once(pool: Pool, address: str, strategy: str, tmp_path: Path) -> None:
     """Equal to one process each, and the timeline says whose each exchange is."""
     path = tmp_path / "timeline.json"

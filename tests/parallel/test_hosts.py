@@ -24,7 +24,6 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
     [
         ([0, 0, 0], "direct schedule=fixed transport=shm", ["shm"] * 3),
         ([0, 1, 2], "ring schedule=fixed transport=tcp", ["tcp"] * 3),
-        ([0, 0, 1, 1], "hierarchical schedule=fixed", ["shm+tcp"] * 4),
         ([0, 1, 0], "hierarchical schedule=fixed", ["shm+tcp", "tcp", "shm+tcp"]),
     ],
 )
@@ -66,7 +65,7 @@ def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, time
     ("strategy", "nodes"),
     [
         ("ring", [0, 0, 1, 1]),
-        ("hierarchical", [0, 0, 1]),
+        pytest.param("hierarchical", [0, 0, 1], marks=pytest.mark.slow),
         ("hierarchical(inside=native)", [0, 1, 1, 0]),
         pytest.param("hierarchical(inside=native)", [0, 0, 0], marks=pytest.mark.slow),
     ],
@@ -87,8 +86,8 @@ CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
     ("strategy", "nodes", "workers"),
     [
         ("auto", [0, 0, 1, 1], 4),
-        ("ps(servers=2, update=worker)", [0, 0, 0, 1], 2),
-        ("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4),
+        pytest.param("ps(servers=2, update=worker)", [0, 0, 0, 1], 2, marks=pytest.mark.slow),
+        pytest.param("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4, marks=pytest.mark.slow),
         ("ps(servers=2, on=workers, local=on) schedule=wait_free", [0, 0, 1, 1], 4),
         ("hierarchical(inside=native) schedule=priority(slice=64B)", [0, 1, 1], 3),
     ],

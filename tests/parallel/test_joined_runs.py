@@ -126,6 +126,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_workers_of_another_launcher_join_one_that_is_alone(tmp_path: Path) -> None:
     """Two more than at the start."""
     log, plan = tmp_path / "samples.jsonl", {"wanted": [[3, 3]]}

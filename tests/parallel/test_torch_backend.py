@@ -42,7 +42,7 @@ def failures(group: Group, *parts: str) -> None:
 
 def test_ddp_has_the_weights_of_gloo(pool: Pool, addresses: Callable[[], str]) -> None:
     found = []
-    for backend, strategy in (("gloo", ""), ("syncline", ""), ("syncline", "ring transport=tcp")):
+    for backend, strategy in (("gloo", ""), ("syncline", "ring transport=tcp")):
         with pool.start(bodies.ddp, everyone(2, addresses(), backend), {"SYNCLINE_STRATEGY": strategy}) as group:
             results = group.results()
         assert [name for name, _ in results] == [backend] * 2
@@ -60,6 +60,7 @@ def test_fully_sharded_models_train_as_replicated_ones(pool: Pool, address: str)
         assert max(group.results()) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_else_of_torch_uses_groups_has_the_same_numbers(pool: Pool, address: str) -> None:
     with pool.start(torch_users.users, everyone(2, address)) as group:
         for found in group.results():
@@ -151,7 +152,9 @@ def test_groups_that_torch_does_not_split_are_made_anew(pool: Pool, address: str
             assert world == 1
 
 
-@pytest.mark.parametrize("strategy", ["direct", "halving_doubling", "ring transport=tcp"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("direct", marks=pytest.mark.slow), "halving_doubling", "ring transport=tcp"]
+)
 def test_sums_and_tables_are_right_again_and_again(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.sums, everyone(3, address), {"SYNCLINE_STRATEGY": strategy}) as group:
         assert group.results() == [[]] * 3

@@ -23,11 +23,14 @@ STRATEGIES = {  # and the processes that only serve
     "ps(servers=2, update=worker)": 2,
 }
 
+QUICK = ["ring", "direct", "ps(servers=1)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=priority(slice=64B)"]
+
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "transport"),
     [
-        *((strategy, *case) for strategy, case in zip(STRATEGIES, cycle(((3, "tcp"), (4, "shm"))))),
+        *((strategy, *case) for strategy, case in zip(QUICK, cycle(((3, "tcp"), (4, "shm"))))),
+        *(pytest.param(strategy, 3, "tcp", marks=pytest.mark.slow) for strategy in STRATEGIES if strategy not in QUICK),
         ("ps(servers=1)", 2, "shm"),
         ("tree", 2, "shm"),
     ],

@@ -168,6 +168,7 @@ def test_a_resumed_run_uses_the_recorded_table(pool: Pool, address: str, environ
     assert len({weights for *_, weights in results}) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_hash_differently_choose_from_the_same_plans(tmp_path: Path) -> None:
     """Names of one length for one plan: what stays may not depend on the order of a set."""
     script, printed = tmp_path / "script.py", []

@@ -25,12 +25,16 @@ def trained(pool: Pool, address: str, strategy: str, servers: int, transport: st
     return found
 
 
+@pytest.fixture(scope="module")
+def by_a_ring(pool: Pool, addresses: Callable[[], str]) -> list[Any]:
+    return trained(pool, addresses(), "ring", 0, "tcp")
+
+
 @pytest.mark.parametrize(("strategy", "servers", "transport"), CASES)
 def test_owners_give_what_a_ring_gives(
-    pool: Pool, addresses: Callable[[], str], strategy: str, servers: int, transport: str
+    pool: Pool, address: str, by_a_ring: list[Any], strategy: str, servers: int, transport: str
 ) -> None:
-    by_a_ring = trained(pool, addresses(), "ring", 0, "tcp")
-    found = trained(pool, addresses(), strategy, servers, transport)
+    found = trained(pool, address, strategy, servers, transport)
     for rank, ((weights, norms, scale), (wanted, wanted_norms, wanted_scale)) in enumerate(
         zip(found, by_a_ring, strict=True)
     ):

@@ -160,7 +160,7 @@ MODEL = traced(
 @pytest.mark.parametrize(
     ("text", "workers"),
     [
-        *(("ring schedule=wait_free", workers) for workers in (2, 32)),
+        ("ring schedule=wait_free", 32),
         ("ring schedule=priority", 8),
         *(("direct schedule=split", workers) for workers in (2, 8)),  # of the square of them that many messages
     ],

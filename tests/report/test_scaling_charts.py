@@ -60,6 +60,7 @@ def test_rows_of_one_strategy_share_its_colour_and_are_told_apart(several: Resul
     assert "Communication time against workers" in shown
 
 
+@pytest.mark.slow
 def test_numbers_that_are_missing_leave_a_gap(several: Result) -> None:
     failed = replace(several.rows[4], exposed_comm_s=None, scaling_efficiency=None, error="rank 1 died")
     rows = (*several.rows[:4], failed, *several.rows[5:])

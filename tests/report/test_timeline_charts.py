@@ -63,6 +63,7 @@ def test_bars_that_are_too_close_to_tell_are_one() -> None:
     assert _merged(bars[:1] + bars[-1:], frozenset({"send"}), 1 / 1500) == [(0.0, 0.00005), (0.4999, 0.49995)]
 
 
+@pytest.mark.slow
 def test_the_page_has_them_behind_its_other_charts(mixed: Result) -> None:
     before, after = read(comparison_page(mixed)), read(comparison_page(mixed, [ITERATION]))
     assert after.tags["figure"] == before.tags["figure"] + 1

@@ -62,6 +62,7 @@ def test_ranks_that_end_together_leave_no_thread() -> None:
     assert [threads_of(end) for end in both] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_script_without_shutdown_ends_well(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

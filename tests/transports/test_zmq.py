@@ -63,6 +63,7 @@ def until(holds: Any, *polled: Zmq) -> None:
     raise AssertionError("it has not come")
 
 
+@pytest.mark.slow
 def test_all_laws_hold_with_encryption() -> None:
     assert "received data is added" in check_transport("zmq(curve=on)", ahead_bytes=1 << 20, examples=5)
 
