@@ -7,7 +7,7 @@ import pytest
 from elementwise import chances
 from numpy.typing import NDArray
 
-COUNT = 1 << 20
+COUNT = 1 << 19
 
 
 def drawn(seed: int, first: int, count: int) -> NDArray[np.float32]:
