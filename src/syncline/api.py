@@ -11,7 +11,7 @@ import numpy as np
 
 from . import checkpoint, recovery
 from .errors import NotBuiltError, UsageError
-from .global_batches import GlobalBatches, global_batches_of
+from .global_batches import GlobalBatches, global_batches_of, log_of_pushes
 from .process import Arguments, process
 from .sampling import PoolBatches, SampleOrder, Sampler, sampler_of
 from .saving import Checkpoints
@@ -436,7 +436,7 @@ def sampler(
     samples = dataset if isinstance(dataset, int) else len(dataset)
     order = SampleOrder(samples, batch_size, seed, shuffle, global_batch, drop_last)
     here = process.within(group)
-    return sampler_of(here, order) if global_batch is None else global_batches_of(here, order)
+    return sampler_of(here, order, log_of_pushes(here)) if global_batch is None else global_batches_of(here, order)
 
 
 def stats(*, group: Group | None = None) -> Stats:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .errors import NotBuiltError, UsageError
 from .launch.environment import REPEATS
-from .sampling import SampleOrder, check_epoch
+from .sampling import PoolBatches, SampleOrder, check_epoch
 from .session.session import Session
 
 SAMPLES = "SYNCLINE_SAMPLES"
@@ -43,6 +43,8 @@ def share(batch: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
 class SampleLog:
     """Appends the samples of each committed step to a file, a line of JSON each; the worker of rank 0 ``writes``.
 
+    Where each push is an update by itself, every worker writes its own steps.
+
     A step that was repeated after the loss of a worker may have several lines: the last one of the last view counts.
     ``how`` describes the exchange of these steps: view, strategy, algorithms, and the workers' hosts (``nodes``).
     """
@@ -54,9 +56,10 @@ class SampleLog:
         self._head = {"sampler": sampler, "members": list(members), "view": 1, "nodes": [], **(how or {})}
         self._begun = False
 
-    def write(self, epoch: int, step: int, samples: NDArray[np.int64]) -> None:
+    def write(self, epoch: int, step: int, samples: NDArray[np.int64] | Sequence[int]) -> None:
         """Append a line for a step and its samples."""
-        line = json.dumps({**self._head, "epoch": epoch, "step": step, "samples": samples.tolist()}) + "\n"
+        listed = np.asarray(samples).tolist()
+        line = json.dumps({**self._head, "epoch": epoch, "step": step, "samples": listed}) + "\n"
         with Path(self._path).open("ab+") as file:
             if not self._begun and file.tell() and _last_byte(file) != b"\n":  # the last writer was killed in a line
                 line = "\n" + line
@@ -406,16 +409,37 @@ def go_on(session: Session, samplers: Sequence[GlobalBatches], states: Sequence[
 
 def _log(session: Session) -> SampleLog | None:
     """The log of the session's next sampler, if the run keeps one."""
+    return _log_of(session, range(session.world_size), session.rank == 0)
+
+
+def log_of_pushes(session: Session) -> SampleLog | None:
+    """The log of the steps that this worker makes by itself, if the run keeps one."""
+    return None if session.strategy.sync_mode().merges else _log_of(session, [session.rank], writes=True)
+
+
+def log_lost_pushes(session: Session, sampler: PoolBatches, lost: Sequence[int], view: int) -> None:
+    """Write the steps that ``lost`` workers of an earlier view have made, but could not write themselves.
+
+    All others have written theirs. Worker 0 calls it.
+    """
+    path = os.environ.get(SAMPLES)
+    if path and lost:
+        how = {"view": view, "strategy": str(session.strategy), "algorithms": []}
+        known = read_log(path) if Path(path).exists() else {}
+        sampler.log_rest(known, SampleLog(path, 0, lost, writes=True, how=how))
+
+
+def _log_of(session: Session, ranks: Sequence[int], writes: bool) -> SampleLog | None:
     path = os.environ.get(SAMPLES)
     if not path or not session.is_worker:
         return None
-    members = [session.member.number(rank) for rank in range(session.world_size)]
+    members = [session.member.number(rank) for rank in ranks]
     if session.numbers is not None:
         members = [session.numbers[rank] for rank in members]
     table = [] if session.choice is None else list(session.choice.table)
-    nodes = list(session.group.nodes[: session.world_size])
+    nodes = [session.group.nodes[rank] for rank in ranks] if session.group.nodes else []
     how = {"view": session.view, "nodes": nodes, "strategy": str(session.strategy), "algorithms": table}
-    return SampleLog(path, len(session.global_batches), members, session.rank == 0, how)
+    return SampleLog(path, len(session.global_batches), members, writes, how)
 
 
 def _check_weights(session: Session, order: SampleOrder) -> None:

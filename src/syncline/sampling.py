@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -208,6 +208,14 @@ def check_epoch(epoch: object) -> None:
         raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
 
 
+class Log(Protocol):
+    """What keeps the samples of steps."""
+
+    def write(self, epoch: int, step: int, samples: Sequence[int]) -> None:
+        """Add a step, with its number in the epoch."""
+        ...
+
+
 class PoolBatches:
     """A worker's batches from a pool in an elastic run, for ``DataLoader(dataset, batch_sampler=)``.
 
@@ -220,17 +228,25 @@ class PoolBatches:
     pooled = True
     """As in ``Sampler``."""
 
-    def __init__(self, order: SampleOrder, session: Session) -> None:
+    def __init__(self, order: SampleOrder, session: Session, log: Log | None = None) -> None:
         if order.batch_size is None:
             raise NotBuiltError(
                 "sampler(): an elastic run whose workers go at their own pace counts batches: give batch_size=, and the"
                 " sampler as DataLoader(dataset, batch_sampler=)"
             )
         self.order, self._first = order, 0
-        self.enter(session)
+        self._log: Log | None = None
+        self.epoch, self._pushed, self._open = 0, False, deque[range]()
+        self.enter(session, log)
 
-    def enter(self, session: Session) -> None:
-        """Take batches from the pool of a session, which begins with what the weights do not contain."""
+    def enter(self, session: Session, log: Log | None = None) -> None:
+        """Take batches from the pool of a session, which begins with what the weights do not contain.
+
+        A push that the weights contain, but whose step broke, is logged first. ``log`` gets the steps from here on.
+        """
+        if self._pushed and Account(session.counted).has(self.epoch, self._open[0]):
+            self._write(self._open[0])
+        self._log = log
         if session.pools is None:
             session.pools = Pools(session)
         self._pools, self._number = session.pools, session.pools.enter(self.order).number
@@ -243,7 +259,7 @@ class PoolBatches:
     def _place(self, epoch: int) -> None:
         self.epoch = self._used.first_left(epoch, self.order.samples)
         self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
-        self._open: deque[range] = deque()  # the batches that were yielded and not committed
+        self._open = deque[range]()  # the batches that were yielded and not committed
         self._pushed = False  # whether the first of them is in a push
         self._asked: Work | range | None = None
         self._empty = False  # whether the pool has nothing left of this epoch
@@ -305,9 +321,27 @@ class PoolBatches:
                 f"commit({'' if steps == 1 else steps}) takes one batch, after its optimizer.step(): where each push is"
                 " an update by itself, every batch of an elastic run is a step"
             )
-        self._open.popleft()
+        self._write(self._open.popleft())
         self._pushed = False
         self._go_on()
+
+    def _write(self, piece: range) -> None:
+        if self._log is not None:
+            self._log.write(self.epoch, self._step(piece), self._indices(self.epoch, piece))
+
+    def _step(self, piece: range) -> int:
+        assert self.order.batch_size is not None
+        return piece.start // self.order.batch_size
+
+    def log_rest(self, known: Collection[tuple[int, int]], log: Log) -> None:
+        """Log the batches in the weights that are not ``known``, by epochs and numbers: those of lost workers."""
+        size = self.order.batch_size
+        assert size is not None
+        for epoch, first, last in self._used.counted:
+            for start in range(first, last, size):
+                piece = range(start, min(start + size, last))
+                if (epoch, self._step(piece)) not in known:
+                    log.write(epoch, self._step(piece), self._indices(epoch, piece))
 
     def _go_on(self) -> None:
         """Begin the next epoch if this worker is done with this one."""
@@ -324,17 +358,18 @@ class PoolBatches:
             self._place(epoch)
 
 
-def sampler_of(session: Session, order: SampleOrder) -> Sampler | PoolBatches:
+def sampler_of(session: Session, order: SampleOrder, log: Log | None = None) -> Sampler | PoolBatches:
     """This worker's sampler. Collective: all workers call it with the same order at the same point of their scripts.
 
     Raises MismatchError if a worker has another order. A server, which does not train, gets the last worker's shares.
+    ``log`` is for an elastic run whose workers go at their own pace.
     """
     if session.strategy.sync_mode().merges or not session.is_worker:
         if session.is_worker:
             order.check_alike(session)
         shares: Shares = Split(order, session.rank, session.world_size)
     elif session.elastic:
-        return PoolBatches(order, session)
+        return PoolBatches(order, session, log)
     else:
         if session.pools is None:
             session.pools = Pools(session)

@@ -615,9 +615,11 @@ def samples_in_the_weights() -> tuple[list[bytes], Parse]:
     account = turns.Account([(0, 0, 40), (1, 0, 8), (1, 12, 16)])
 
     def parse(data: bytes) -> None:
-        assert turns.Account(turns.read_counted(data.decode())).first_left(0, 40) >= 0
+        with contextlib.suppress(RecursionError):
+            told = json.loads(data.decode())
+            assert turns.Account(turns.counted_in(told)).first_left(0, 40) >= 0
 
-    return [str(account.record(0).value).encode()], parse
+    return [json.dumps(account.counted).encode()], parse
 
 
 @parser(ProtocolError, UsageError)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import elastic_bodies as bodies
@@ -15,11 +16,14 @@ import pytest
 from test_elastic import LIMIT_S, lose, started
 
 from pool import Group, Pool
+from syncline.global_batches import read_log
+from syncline.sampling import SampleOrder
 from syncline.strategy.strategy import Strategy
 
 
-def check(group: Group, survivors: list[int], staleness: int | None = 1) -> None:
-    """The survivors have the weights of a run in which every sample counts once per epoch, and kept the bound."""
+def check(group: Group, survivors: list[int], log: Path, staleness: int | None = 1) -> None:
+    """The survivors have the weights of a run in which every sample counts once per epoch, and so has the log. They
+    kept the bound."""
     group.hear(1, among=survivors, timeout_s=LIMIT_S)
     expected = (-bodies.RATE * bodies.EPOCHS * bodies.numbers().sum(0)).tolist()
     for rank, index in enumerate(survivors):
@@ -29,18 +33,26 @@ def check(group: Group, survivors: list[int], staleness: int | None = 1) -> None
         assert staleness is None or ahead <= staleness
     group.end(LIMIT_S, among=survivors)
     assert [group.ranks[index].status for index in survivors] == [0] * len(survivors)
+    lines, order = read_log(str(log)), SampleOrder(bodies.SAMPLES, bodies.PIECE, seed=4)
+    for epoch in range(bodies.EPOCHS):
+        steps = [lines[epoch, step]["samples"] for step in range(bodies.SAMPLES // bodies.PIECE)]
+        assert [index for samples in steps for index in samples] == order.indices(epoch).tolist()
 
 
 APART, TWO = "ps(servers=1)", "ps(servers=2)"
-FOLLOWED, ON_WORKERS = "ps(servers=2, replicas=1)", "ps(servers=2, on=workers, replicas=1)"
+FOLLOWED, THREE = "ps(servers=2, replicas=1)", "ps(servers=3, replicas=1)"
+ON_WORKERS = "ps(servers=2, on=workers, replicas=1)"
 BOUND = "sync=ssp(staleness=1, rate=own) transport=tcp"
 
 
 @contextmanager
-def lost(pool: Pool, address: str, strategy: str, workers: int, **plan: Any) -> Iterator[tuple[Group, list[int]]]:
+def lost(
+    pool: Pool, address: str, log: Path, strategy: str, workers: int, **plan: Any
+) -> Iterator[tuple[Group, list[int]]]:
     """A run in which some processes are lost as planned, and the workers that are left."""
     servers = Strategy.parse(strategy).servers
-    with started(pool, address, workers + servers, strategy=strategy, servers=servers, **plan) as (group, relay):
+    how = {"strategy": strategy, "servers": servers, "samples": str(log)}
+    with started(pool, address, workers + servers, **how, **plan) as (group, relay):
         for victim in plan:
             lose(group, relay, int(victim))
         yield group, [rank for rank in range(workers) if str(rank) not in plan]
@@ -55,15 +67,18 @@ def lost(pool: Pool, address: str, strategy: str, workers: int, **plan: Any) -> 
         (f"{APART} {BOUND}", {"0": ("pushed", 3), "2": ("before", 6)}),
         (f"{APART} sync=asp(rate=own)", {"1": ("after", 1)}),
         (f"{TWO} {BOUND}", {"1": ("pushed", 3)}),
-        (f"{FOLLOWED} {BOUND}", {"3": ("updated", 3), "1": ("pushed", 6)}),
+        (f"{THREE} {BOUND}", {"1": ("pushed", 1), "3": ("updated", 3)}),
         (f"{ON_WORKERS} {BOUND}", {"0": ("pushed", 3), "1": ("updated", 6)}),
     ],
 )
-def test_processes_are_lost_and_no_sample_is(pool: Pool, address: str, strategy: str, plan: dict[str, Any]) -> None:
+def test_processes_are_lost_and_no_sample_is(
+    pool: Pool, address: str, tmp_path: Path, strategy: str, plan: dict[str, Any]
+) -> None:
     """With a batch in hand, with a push under way, with one that is answered and not counted yet, and with an update
     that other owners may lack."""
-    with lost(pool, address, strategy, 3, **plan) as (group, survivors):
-        check(group, survivors, 1 if "ssp" in strategy else None)
+    log = tmp_path / "samples.jsonl"
+    with lost(pool, address, log, strategy, 3, **plan) as (group, survivors):
+        check(group, survivors, log, 1 if "ssp" in strategy else None)
 
 
 @pytest.mark.slow
@@ -79,17 +94,23 @@ def test_processes_are_lost_and_no_sample_is(pool: Pool, address: str, strategy:
     ],
 )
 @pytest.mark.parametrize(("what", "when"), [("before", 0), ("pushed", 0), ("pushed", 4), ("after", 4)])
-def test_a_worker_is_lost_at_any_step(pool: Pool, address: str, strategy: str, what: str, when: int) -> None:
-    with lost(pool, address, strategy, 3, **{"0": (what, when)}) as (group, survivors):
-        check(group, survivors, None)
+def test_a_worker_is_lost_at_any_step(
+    pool: Pool, address: str, tmp_path: Path, strategy: str, what: str, when: int
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    with lost(pool, address, log, strategy, 3, **{"0": (what, when)}) as (group, survivors):
+        check(group, survivors, log, None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", [3, 4])
 @pytest.mark.parametrize(("what", "when"), [("updates", 0), ("updated", 0), ("updates", 4), ("updated", 4)])
-def test_a_server_is_lost_at_any_step(pool: Pool, address: str, server: int, what: str, when: int) -> None:
-    with lost(pool, address, f"{FOLLOWED} {BOUND}", 3, **{str(server): (what, when)}) as (group, survivors):
-        check(group, survivors, 1)
+def test_a_server_is_lost_at_any_step(
+    pool: Pool, address: str, tmp_path: Path, server: int, what: str, when: int
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    with lost(pool, address, log, f"{FOLLOWED} {BOUND}", 3, **{str(server): (what, when)}) as (group, survivors):
+        check(group, survivors, log)
 
 
 @pytest.mark.slow
@@ -97,15 +118,16 @@ def test_a_server_is_lost_at_any_step(pool: Pool, address: str, server: int, wha
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("point", ["go_on", "send", "begin_again", "put_together_again", "restored"])
 def test_a_second_process_is_lost_while_the_others_agree(
-    pool: Pool, address: str, strategy: str, workers: int, rank: int, point: str
+    pool: Pool, address: str, tmp_path: Path, strategy: str, workers: int, rank: int, point: str
 ) -> None:
     """The first worker or server, or a worker that owns nothing. A server puts nothing together, and knows no steps."""
     message = "before send Promise" if rank else "before send Accept"
     point = {"send": message, "go_on": "before go_on"}.get(point, f"after {point}") + " 1"
     servers = 2 if strategy == FOLLOWED else 0
     plan: dict[str, Any] = {"2": ("before", 4), "die": {str(rank): point}, "whenever": True, "servers": servers}
+    log = tmp_path / "samples.jsonl"
     strategy = f"{strategy} {BOUND}"
-    with started(pool, address, workers + servers, strategy=strategy, **plan) as (group, relay):
+    with started(pool, address, workers + servers, strategy=strategy, samples=str(log), **plan) as (group, relay):
         lose(group, relay, 2)
         waiting, survivors = {*range(workers), rank} - {2}, list[int]()
         while waiting:
@@ -124,7 +146,7 @@ def test_a_second_process_is_lost_while_the_others_agree(
                     else:
                         survivors.append(index)
         assert (rank in survivors) == (rank >= workers and "put_together" in point)
-        check(group, [index for index in sorted(survivors) if index < workers], 1)
+        check(group, [index for index in sorted(survivors) if index < workers], log)
 
 
 def test_the_server_is_lost(pool: Pool, address: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
-from ..global_batches import SAMPLES, GlobalBatches, go_on
+from ..global_batches import GlobalBatches, go_on, log_lost_pushes, log_of_pushes
 from ..launch.relay import Name, RelayLine
 from ..membership import Action, View
 from ..process import Seat, process
@@ -287,7 +287,7 @@ class Members:
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, divided, positions)
-        _hand_out_again(session, samplers)
+        self._hand_out_again(view, samplers)
         for number, made in enumerate(process.prepared):
             same = mark is not None and mark.finished == view.step
             made.take_over(root, self._steps, mark.models[number] if mark is not None and same else None)
@@ -301,14 +301,15 @@ class Members:
             who = f"{left} worker{'s' if left > 1 else ''}{beside} {goes} on{f', {new} of them new,' if new else ''}"
             say(f"syncline: {who} (view {view.number}) at {where}\n")
 
-
-def _hand_out_again(session: Session, samplers: Sequence[GlobalBatches | PoolBatches]) -> None:
-    """Let pools of batches begin with what the weights do not contain. Worker 0 knows it from the owners."""
-    pools = [one for one in samplers if isinstance(one, PoolBatches)]
-    if pools and not session.alone:
-        session.counted = unpacked(session.tell_all(packed(list(session.counted)), 0))
-    for pool in pools:
-        pool.enter(session)
+    def _hand_out_again(self, view: View, samplers: Sequence[GlobalBatches | PoolBatches]) -> None:
+        """Let pools of batches begin with what the weights do not contain."""
+        session, before = process.session, self._trained
+        for pool in samplers:
+            if isinstance(pool, PoolBatches):
+                pool.enter(session, log_of_pushes(session))  # and so all have logged their last pushes
+                if session.rank == 0:
+                    lost = sorted(before.numbers - before.servers - view.numbers)
+                    log_lost_pushes(session, pool, lost, before.number)
 
 
 def _lost_with(who: str, parts: Sequence[int], session: Session) -> str:
@@ -340,11 +341,6 @@ def _check_samplers(session: Session) -> None:
         raise NotBuiltError(
             f"syncline.elastic() works with one sampler under sync={session.strategy.sync.name}, where a push names the"
             f" batch that it was computed from: this script has {len(session.global_batches)}"
-        )
-    if os.environ.get(SAMPLES):
-        raise NotBuiltError(
-            f"--samples writes steps of all workers together, and under sync={session.strategy.sync.name} each worker"
-            " makes its own: leave it out"
         )
 
 

@@ -39,7 +39,7 @@ from ..sync import Kept, SyncMode, alone, application_of, backup_of, no_look_ahe
 from .protocol import ALL, Action, Add, Apply, Ledger, Measure, Release, Request
 from .records import Array, Record, pack, unpack
 from .shard import Build, Groups, Holding, Pushes, Shard, Update
-from .turns import Account, Turns, apart
+from .turns import Account, Counted, Turns, counted_in
 
 MOST_WEIGHT = 1e18
 """The largest weight of a push; larger ones would make sums overflow."""
@@ -171,9 +171,14 @@ class Owner:
         """Handle a message whose turn came at other owners before the session ended."""
         self._carry_out(request)
 
+    @property
+    def counted(self) -> Counted:
+        """The samples whose pushes the weights contain."""
+        return self._account.counted
+
     def contents(self) -> list[list[Record]]:
-        """Weights and state of each of the ``shards``, with the samples that they contain."""
-        return [[*one.weights(), *one.state(), self._account.record(number)] for number, one in enumerate(self.shards)]
+        """Weights and state of each of the ``shards``."""
+        return [[*one.weights(), *one.state()] for one in self.shards]
 
     @property
     def _recent(self) -> range:
@@ -348,11 +353,13 @@ class HeldParts:
         """These values."""
         return self._by_step.get(step, {})
 
-    turns: Turns | None = None
-    """The order of pushes at this process, where each is an update by itself."""
+    @property
+    def told(self) -> dict[str, Any]:
+        """What others have to know where each push is an update by itself."""
+        return {}
 
-    def catch_up(self, taken: int, recent: Sequence[int]) -> None:
-        """Make the updates of the turns that another owner of the same session had."""
+    def catch_up(self, ahead: Mapping[str, Any]) -> None:
+        """Make the updates of the turns that the owner had who has told this, in the same session."""
 
 
 class HeldShards(HeldParts):
@@ -363,7 +370,7 @@ class HeldShards(HeldParts):
 
     def __init__(self, session: Session, owner: Owner, turns: Turns, requests: Mapping[int, Request]) -> None:
         super().__init__()
-        self._owner, self.turns, self._requests = owner, turns, dict(requests)
+        self._owner, self._turns, self._requests = owner, turns, dict(requests)
         self._mine = _parts_here(session)
         owner.outlive([worker for worker, request in requests.items() if request.kind == "push"])
 
@@ -380,12 +387,18 @@ class HeldShards(HeldParts):
         both = zip(self._mine, self._owner.contents(), strict=False)
         return {part: records for part, records in both if part is not None}
 
-    def catch_up(self, taken: int, recent: Sequence[int]) -> None:
-        """With the pushes that this process holds."""
-        assert self.turns is not None
-        for worker in self.turns.missing(taken, recent):
-            self.turns.take(worker)
+    @property
+    def told(self) -> dict[str, Any]:
+        """Beside what the weights contain, the last turns."""
+        return {"taken": self._turns.taken, "recent": self._turns.recent, "counted": self._owner.counted}
+
+    def catch_up(self, ahead: Mapping[str, Any]) -> None:
+        """With the pushes that this process holds. ValueError if it then has others than that owner."""
+        for worker in self._turns.missing(ahead["taken"], ahead["recent"]):
+            self._turns.take(worker)
             self._owner.catch_up(self._requests.pop(worker))
+        if list(self._owner.counted) != counted_in(ahead["counted"]):
+            raise ValueError("its weights contain the pushes of other samples")
 
 
 def share_parts(
@@ -396,49 +409,45 @@ def share_parts(
     Second are the parts that nobody has: then there are no records. Owner and follower of a part have the same: the
     first process gives it. The session then knows the samples whose pushes the parts contain.
     """
-    if session.alone:
-        parts = held.after(step)
-        division, missing = _division_of(parts)
-        found = [one for key in sorted(parts) if key[:2] == division and not missing for one in parts[key]]
-        return _without_samples(session, found), missing
     label, processes = "sharing the parts of the weights", range(session.group.processes)
-    mine: dict[str, Any] = {"parts": held.keys(step)}
-    if held.turns is not None:
-        mine |= {"taken": held.turns.taken, "recent": held.turns.recent}
+    mine = json.dumps({"parts": held.keys(step), **held.told}).encode()
     known: dict[Part, int] = {}  # the first process that has a part
-    ahead: dict[int, tuple[int, list[int]]] = {}  # the most turns of each view, and the last of them
-    for process, data in enumerate(session.everyone.share(processes, json.dumps(mine).encode(), label)):
+    ahead: dict[int, dict[str, Any]] = {}  # what the owner with most turns of each view tells
+    for process, data in enumerate([mine] if session.alone else session.everyone.share(processes, mine, label)):
         told = json.loads(data)
         for view, count, part in told["parts"]:
             known.setdefault((view, count, part), process)
-            if "taken" in told:
-                ahead[view] = max(ahead.get(view, (-1, [])), (told["taken"], told["recent"]))
+            if "taken" in told and told["taken"] > ahead.get(view, {"taken": -1})["taken"]:
+                ahead[view] = told
     division, missing = _division_of(known)
     if missing:
         with contextlib.suppress(SynclineError):  # a process that ends must not disturb the others' exchange
-            for _ in session.everyone.share(processes, b"", label):
+            for _ in [] if session.alone else session.everyone.share(processes, b"", label):
                 pass
         return [], missing
+    if division[0] in ahead:
+        _count_and_catch_up(session, held, division in (key[:2] for key in held.keys(step)), ahead[division[0]])
     givers = {key: process for key, process in known.items() if key[:2] == division}
+    parts = held.after(step)
+    if session.alone:
+        return [record for key in sorted(givers) for record in parts[key]], []
     joined = sorted({*receivers, *givers.values()})
     if session.index not in joined:
         return [], []
-    if division[0] in ahead and session.index in givers.values():
-        held.catch_up(*ahead[division[0]])
-    parts = held.after(step)
     data = pack(record for key, process in sorted(givers.items()) if process == session.index for record in parts[key])
     each = zip(joined, session.everyone.share(joined, data, label), strict=True)
     name, number = session.name, session.member.number
-    found = [record for process, one in each for record in unpack(one, name(process), number(process))]
-    return _without_samples(session, found), []
+    return [record for process, one in each for record in unpack(one, name(process), number(process))], []
 
 
-def _without_samples(session: Session, records: Iterable[Record]) -> list[Record]:
+def _count_and_catch_up(session: Session, held: HeldParts, has_parts: bool, ahead: Mapping[str, Any]) -> None:
+    """Note which samples the weights contain, and give the parts that this process has the same."""
     try:
-        found, session.counted = apart(records)
+        session.counted = counted_in(ahead["counted"])
+        if has_parts:
+            held.catch_up(ahead)
     except ValueError as error:
         raise ProtocolError(f"sharing the parts of the weights: {error}", rank=-1) from error
-    return found
 
 
 def _division_of(known: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int], list[int]]:

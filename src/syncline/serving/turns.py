@@ -24,21 +24,16 @@ order broadcast and multicast algorithms", ACM Computing Surveys 36(4), 2004).
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..nouns import Slice
 from .protocol import ALL, Action, Add, Apply
-from .records import Record
 
 SAMPLES = "samples"
 """The name of a push's samples among its values: an epoch, and the first and last position in its order."""
-
-_IN_THE_WEIGHTS = "samples in the weights"
 
 Counted = Sequence[tuple[int, int, int]]
 """Samples as epochs, with the first position in the epoch's order and the one after the last."""
@@ -74,6 +69,10 @@ class Account:
         last = at + (after[0] == stop)
         ranges[first:last] = [(before[0] if first < at else start, after[1] if last > at else stop)]
 
+    def has(self, epoch: int, part: range) -> bool:
+        """Whether all of a range was counted."""
+        return any(start <= part.start and part.stop <= stop for start, stop in self._ranges.get(epoch, ()))
+
     def left(self, epoch: int, samples: int) -> list[range]:
         """What is missing of an epoch of that many samples, in order."""
         edges = [0, *(edge for pair in self._ranges.get(epoch, ()) for edge in pair), samples]
@@ -89,10 +88,6 @@ class Account:
     def counted(self) -> Counted:
         """All samples, for another account."""
         return [(epoch, *pair) for epoch, ranges in sorted(self._ranges.items()) for pair in ranges]
-
-    def record(self, number: int) -> Record:
-        """All samples, beside the records of the weights that contain them: those of the shard of that number."""
-        return Record(Slice(number, 0, 0), _IN_THE_WEIGHTS, json.dumps(self.counted))
 
 
 @dataclass(frozen=True)
@@ -174,28 +169,8 @@ def are_samples(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 3 and all(type(one) is int and one >= 0 for one in value)
 
 
-def apart(records: Iterable[Record]) -> tuple[list[Record], Counted]:
-    """Records of weights and state, and the samples that these contain.
-
-    ValueError if parts contain different ones, and for what is no account.
-    """
-    found, texts = [], set[str]()
-    for record in records:
-        if record.key == _IN_THE_WEIGHTS:
-            texts.add(str(record.value))
-        else:
-            found.append(record)
-    if len(texts) > 1:
-        raise ValueError("parts of the weights contain the pushes of different samples")
-    return found, [counted for text in texts for counted in read_counted(text)]
-
-
-def read_counted(text: str) -> Counted:
-    """The inverse of what ``Account.record`` writes. ValueError for anything else."""
-    try:
-        listed = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(listed, list) or not all(are_samples(one) for one in listed):
-        raise ValueError(f"no list of samples: {text:.200}")
-    return Account([(epoch, start, stop) for epoch, start, stop in listed]).counted
+def counted_in(told: Any) -> Counted:
+    """What another process has counted. ValueError for anything else."""
+    if not isinstance(told, list) or not all(are_samples(one) for one in told):
+        raise ValueError(f"no list of samples: {told!r:.200}")
+    return Account([(epoch, start, stop) for epoch, start, stop in told]).counted

@@ -81,7 +81,8 @@ def _check_script(script: str, module: bool) -> None:
     "samples_path",
     type=FILE,
     metavar="FILE.jsonl",
-    help="Write the samples of each committed step of samplers with global_batch=, and its workers, to this file.",
+    help="Write the samples of each committed step, and its workers, to this file: of samplers with global_batch=, and"
+    " in elastic runs under asp and ssp.",
 )
 @TRACE
 @click.option(
