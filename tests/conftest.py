@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -67,6 +68,8 @@ FIRST = (
 )
 
 
+MET: Counter[str] = Counter()
+"""How many cases of a test have been collected."""
 LIBRARY = re.compile(r"\[.*\b(grpc|ucx|mpi|openmpi|mpich|tls)\b")
 CORES = len(os.sched_getaffinity(0))
 KERNELS = ("sparse", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear")
@@ -113,6 +116,15 @@ def rewrite_tests(config: pytest.Config, paths: Sequence[Path]) -> None:
         if rewrite.try_makedirs(folder):
             source, code = rewrite._rewrite_test(path, config)
             rewrite._write_pyc(state, code, source, folder / f"{path.stem}{rewrite.PYC_TAIL}")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of a test that says ``every(n)``, leave the cases between to ``make test-all``."""
+    if every := item.get_closest_marker("every"):
+        name = item.nodeid.partition("[")[0]
+        if MET[name] % every.args[0]:
+            item.add_marker("slow")
+        MET[name] += 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

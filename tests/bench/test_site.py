@@ -256,6 +256,7 @@ def test_processes_of_srun_find_each_other_and_make_a_row(srun: str, folder: Pat
     assert not where.endswith(":0")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_processes_of_mpirun_make_a_row(library: str, folder: Path) -> None:
     if not isinstance(found := find_library(library), MpiLibrary):

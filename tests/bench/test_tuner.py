@@ -39,6 +39,7 @@ def texts_of(asked: str = "", workers: int = 4, **options: Any) -> list[str]:
 # What may be chosen.
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("one_host", [True, False])
 def test_nothing_that_is_offered_changes_the_mathematics_unless_that_is_allowed(one_host: bool) -> None:
     found = texts_of(USUAL, one_host=one_host)
@@ -329,6 +330,7 @@ def test_codecs_that_are_predicted_to_be_fast_are_measured_first() -> None:
     assert "gains" in found.explanation
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", ["fixed(bucket=1MiB)", "merged", "priority(slice=2MiB)"])
 def test_an_architecture_that_is_left_open_is_predicted_as_the_best_with_the_same_words(schedule: str) -> None:
     asked = request_of(workers=4, strategy=f"schedule={schedule} transport=tcp", lossy=True)

@@ -192,6 +192,7 @@ def test_the_bits_are_those_of_the_host(text: str, data: st.DataObject) -> None:
     alike(both.decoded(both.host[: both.encoded.words], residual if data.draw(st.booleans()) else None))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("text", "number"), [*zip(FAMILIES, cycle([np.nan, -np.inf]))])
 def test_what_is_not_finite_is_told_and_not_kept(text: str, number: float) -> None:
     codec = built(text)
@@ -207,6 +208,7 @@ def test_what_is_not_finite_is_told_and_not_kept(text: str, number: float) -> No
     assert not np.isfinite(theirs if codec.combine == "sum" and not codec.block else theirs[block // 3]).all()
 
 
+@pytest.mark.every(2)
 @over_families
 def test_an_altered_payload_harms_nothing(text: str) -> None:
     size = (built(text).block or CHOSEN_FROM) + 5

@@ -96,6 +96,7 @@ def same(one: Ranks, other: Ranks) -> None:
         assert all(here[key].tobytes() == there[key].tobytes() for key in here)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", {text.partition("(")[0]: text for text in THERE}.values())
 def test_a_device_gives_the_bits_of_the_host(text: str) -> None:
     here, there = Mixed(text, 2, there=False), Mixed(text, 2, there=True)

@@ -108,6 +108,7 @@ def test_integer_and_complex_gradients_are_refused(text: str, dtype: str) -> Non
         Ranks(codec(text), 2, shapes=[(4,)], dtype=dtype)
 
 
+@pytest.mark.every(2)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("text", MESSAGES)
@@ -153,6 +154,7 @@ def averages_out(text: str) -> bool:
     return not chosen.biased or codec_of(chosen, Spec("p", (4,)))[1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", {text.partition("(")[0]: text for text in KEEPING if averages_out(text)}.values())
 def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> None:
     """Error feedback and unbiasedness alike: what a codec does to one step averages out."""

@@ -32,6 +32,7 @@ def cuts(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owners, "PIECE_ELEMENTS", 1500)
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(
     ("text", "workers", "servers", "cut"),

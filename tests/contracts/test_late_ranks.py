@@ -136,6 +136,7 @@ def compiled(kind: str, strategy: str, workers: int) -> bool:
     return not run(kind, strategy, workers, "nowhere", LIMIT_S)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "workers", "where", "kind"), CASES)
 def test_everybody_names_the_worker_that_hangs(
     monkeypatch: pytest.MonkeyPatch, strategy: str, workers: int, where: str, kind: str

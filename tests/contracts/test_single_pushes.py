@@ -82,6 +82,7 @@ def test_payloads_of_one_worker_are_its_push(on: Run, kind: str, place: str) -> 
     check(on(kind, f"{place} sync=asp codec=topk(ratio=1)", train))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", CODECS)
 def test_every_codec_under_which_owners_update_goes_with_single_pushes(on: Run, text: str) -> None:
     """Or is refused by name: workers that were sent the same versions have the same bits, as all do in the end."""
@@ -172,6 +173,7 @@ def took_in(on: Run, strategy: str, first: int) -> list[list[Any]]:
     return [seen for seen in on("inproc", strategy, body) if seen]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("text", "place", "first"),
     [(row, *other) for row, other in zip(CODECS, cycle([("ps(servers=2)", 7), ("ps(servers=2, on=workers)", 0)]))],

@@ -357,6 +357,7 @@ def made(name: str, workers: int, per_host: int = 1, **options: object) -> Plan:
     return plan
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 31, 64, 512])
 @pytest.mark.parametrize("name", [*(name for name in ALLREDUCE if name != "double_tree"), *HALVES])
 def test_plans_take_what_the_formulas_say(name, workers):

@@ -171,6 +171,7 @@ def test_a_run_whose_strategy_is_unknown_has_causes_and_no_predictions(tmp_path:
     assert "\x1b" not in result.output
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("planted", "change"),
     [

@@ -35,6 +35,7 @@ def said(group: Any, strategy: str, optimizer: str, caplog: pytest.LogCaptureFix
     return [record.getMessage() for record in caplog.records]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "text", ["topk(ratio=0.01)", "gtopk(ratio=0.01)", "randomk(ratio=0.01)", "threshold(ratio=0.01)"]
 )

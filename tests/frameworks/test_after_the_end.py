@@ -197,6 +197,7 @@ TOLD = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "how", "schedule"), [(*case, schedule) for case, schedule in zip(TOLD, cycle(("auto", "priority")))]
 )

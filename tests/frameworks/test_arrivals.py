@@ -156,6 +156,7 @@ def equal(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> None:
         assert all(map(torch.equal, weights, wanted))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", [text for text in SCHEDULES if not text.startswith("delayed")])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -170,6 +171,7 @@ def test_lossless_schedules_give_one_workers_weights_whoever_is_early(
     equal(trained(group, strategy, workers, drawn, exact=True), alone(workers, steps))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -145,6 +145,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", ["ring schedule=wait_free", "ps(servers=1)"])
 @pytest.mark.parametrize("early", [True, False], ids=["before prepare", "after"])
 @pytest.mark.parametrize("does", CHANGES)

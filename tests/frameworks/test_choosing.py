@@ -49,6 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return answered(monkeypatch)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "make"), [*zip(["ring", "direct", "ps(servers=1, update=worker)", "ring" + STAGED], cycle([sgd, adam]))]
 )
@@ -141,6 +142,7 @@ def test_what_one_rank_cannot_do_none_does(group: Any, asked: Asked, caplog: Any
     assert not caplog.text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("at", "look", "codec"),
     [

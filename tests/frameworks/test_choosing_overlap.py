@@ -143,6 +143,7 @@ LOOKS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("look", LOOKS)
 def test_iterations_do_not_overlap_if_one_rank_looks_in_measured_steps(group: Any, asked: Asked, look: Script) -> None:
     """One rank, in one step or in all: the others do as it does in those that all count."""
@@ -157,6 +158,7 @@ def test_iterations_do_not_overlap_if_one_rank_looks_in_measured_steps(group: An
     assert asked == [False]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("look", LOOKS)
 def test_scripts_that_look_get_one_workers_weights(group: Any, look: Script) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
@@ -167,6 +169,7 @@ def test_scripts_that_look_get_one_workers_weights(group: Any, look: Script) -> 
     same_as_alone(group, "ring", 2, sgd, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("look", "who"),
     [

@@ -45,6 +45,7 @@ def test_the_table_has_every_scheduler() -> None:
 
 
 # Rates travel to servers; where every worker has its optimizer, or owns a part of it, a scheduler changes that one.
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [(name, "ps(servers=2)") for name in SCHEDULERS]

@@ -105,6 +105,7 @@ def coded(codecs: Sequence[str], places: Sequence[str]) -> list[str]:
     return [text for text in (f"{place} codec={codec}" for place in places for codec in codecs) if accepted(text)]
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, text, times=1: [Run(text, "momentum", workers, dtype="float32", again=n) for n in range(times)],
     numpy=[
@@ -202,6 +203,7 @@ MIDDLE = [
 ]
 
 
+@pytest.mark.every(2)
 @over(
     lambda usual, text, sync, workers=0, lasts=(STEPS, STEPS + 1): [
         Run(f"{text} sync={sync}", "adam", workers or usual, last=last) for last in lasts
@@ -261,6 +263,7 @@ MORE += ["ring sync=post_local(after=3, steps=2) codec=int8", "ring sync=diloco(
 KEEPING = ["ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)", "ps(servers=1) codec=int8"]
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, text, at=4: [
         whole := Run(text, "adam", workers, last=9, saved=at),
@@ -282,6 +285,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(cell: Cell) -> None:
 FEWER = [("ring", 1), ("ps(servers=1)", 3), ("ps(servers=1, on=workers)", 1)]
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, text, before: [
         Run(text, "adam", workers, push="alike", after=Run(text, "adam", before, last=3, push="alike", saved=3))
@@ -301,6 +305,7 @@ def test_a_run_goes_on_with_other_numbers_of_workers(cell: Cell) -> None:
         near(one.weights, wanted)
 
 
+@pytest.mark.every(2)
 @over(
     lambda usual, text, workers: [
         whole := Run(text, "adam", usual, last=9, saved=4),
@@ -337,6 +342,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:this state")
 @over(
     lambda _, text: [
@@ -364,6 +370,7 @@ SOME_ALONE = [
 ]
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, place, sync: [
         whole := Run(f"{place} sync={sync}", "sgd", workers, push="constant", saved=3),

@@ -29,6 +29,7 @@ from syncline.frameworks.torch.prepare import shadow_until_all_joined
 TURNS = [(script, LAYERED[(number + turn) % len(LAYERED)]) for number, script in enumerate(SCRIPTS) for turn in (0, 3)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("script", "strategy"), TURNS)
 def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
     same_as_alone(group, strategy, 2, sgd, script)
@@ -48,6 +49,7 @@ def test_one_rank_may_look_alone(group: Any, strategy: str) -> None:
     close({name: other[name] for name in weights(mlp())}, {name: wanted[name] for name in weights(mlp())})
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "workers"), [*zip(LAYERED, cycle([2, 3]))])
 def test_lossless_schedules_give_the_weights_of_fifo(group: Any, strategy: str, workers: int) -> None:
     """To the bit with two ranks, whose sums have one order; with more to what the order of sums makes of them."""

@@ -267,6 +267,7 @@ def again(here: Here) -> None:
     loss_of(here.model(here.share(batch(3)))).backward()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("change", "says", "strategy"),
     [

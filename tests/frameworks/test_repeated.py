@@ -91,6 +91,7 @@ def repeated(log: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
         syncline.shutdown()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     [

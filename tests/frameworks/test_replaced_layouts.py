@@ -115,6 +115,7 @@ def test_merged_buckets_train_as_those_of_other_schedules(group: Any, strategy: 
         close(one, wanted, 0.0 if "int8" in strategy else 1e-12)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "codec"),
     [(place, codec) for place in PLACES[:4] for codec in ("int8", "topk(ratio=0.4)")] + [("ring", "powersgd(rank=1)")],

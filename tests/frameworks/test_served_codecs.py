@@ -58,6 +58,7 @@ def train(here: Here, steps: range, max_norm: float | None = None) -> None:
         here.optimizer.step()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "codec", "make"),
     [

@@ -174,6 +174,7 @@ def test_elementwise_optimizers_are_accepted_on_slices_and_left_alone(optimizer:
     assert all(tensor.grad is None for tensor in model.parameters())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_accepted_optimizers_train_on_servers_as_alone(group: Any, optimizer: str) -> None:
     def make(index: int) -> Any:  # noqa: ARG001

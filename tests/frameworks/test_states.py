@@ -274,6 +274,7 @@ def test_a_state_of_another_model_is_refused(group: Any) -> None:
 ARCHITECTURES = ["ring", "ps(servers=1)", "ps(servers=2, on=workers, update=worker)", "direct"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("after", ARCHITECTURES)
 @pytest.mark.parametrize("before", ARCHITECTURES)
 def test_a_run_goes_on_under_another_architecture(group: Any, before: str, after: str) -> None:

@@ -250,6 +250,7 @@ def test_an_outer_loss_reaches_the_weights_through_an_inner_step(group: Any, str
     same_as_alone(group, strategy, 2, sgd, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated, and used
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ps(servers=1) schedule=priority", *CALLED[4:]])
 def test_a_model_may_be_traced_in_every_step(group: Any, strategy: str) -> None:

@@ -52,6 +52,7 @@ def test_a_model_on_a_device_is_staged_on_two_levels_too(group: Any) -> None:
         close(found, plain[0], 0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "nodes"),
     [
@@ -104,6 +105,7 @@ PUSHED += ["ps(servers=2, on=workers, local=on)", "ps(servers=1, on=workers, upd
 PUSHED += ["ps(servers=1, local=on)" + STAGED]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("servers", "words", "nodes"),
     [
@@ -128,6 +130,7 @@ def test_what_hosts_push_is_compressed_between_them(
         close(found, first, 0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "nodes"),
     [*zip(PUSHED, cycle(NODES)), *zip(PUSHED, cycle([(0, 0, 0), (0, 1, 2), NODES[0]]))],

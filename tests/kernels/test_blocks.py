@@ -19,6 +19,7 @@ def drawn(seed: int, first: int, count: int) -> NDArray[np.float32]:
 SEEDS = [0, 1, 2, 0x80000000, 0xFFFFFFFF, 0x12345678]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_numbers_are_even(seed: int) -> None:
     """Over 256 equal ranges (chi-squared, 255 degrees of freedom), and in their mean and variance."""
@@ -35,6 +36,7 @@ def related(one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:
     return abs(np.corrcoef(one, other)[0, 1]) > 6 / np.sqrt(one.size)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_neighbours_and_seeds_are_not_related(seed: int) -> None:
     numbers = drawn(seed, 0, COUNT)

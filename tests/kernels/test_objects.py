@@ -240,6 +240,7 @@ def test_without_a_place_code_is_made_for_this_process_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -24,6 +24,7 @@ def failures(group: Group, *parts: str) -> None:
             assert part in rank.printed(), f"{part!r} is not in what this one printed: {rank}"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [

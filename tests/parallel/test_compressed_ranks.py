@@ -62,6 +62,7 @@ def test_a_run_on_servers_is_resumed_with_the_same_bits(
     assert all(row == [] for found in servers for row in found)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_replicas_learn_the_same_over_real_transports(pool: Pool, address: str, transport: str) -> None:
     texts = ["ring codec=int8", "ring codec=topk(ratio=0.1)", "ring codec=gtopk(ratio=0.1)", "ring codec=fp16"]
@@ -74,6 +75,7 @@ def test_replicas_learn_the_same_over_real_transports(pool: Pool, address: str, 
     assert ["owners" in one[0][2], "gathers" in one[1][2], "merged" in one[2][2], "summed" in one[3][2]] == [True] * 4
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("servers", "update"), [(1, "worker"), (2, "server")])
 def test_gradients_go_through_servers_as_codes(pool: Pool, address: str, servers: int, update: str) -> None:
     texts = ["int8", "topk(ratio=0.1)", "onebit", "fp16"]
@@ -86,6 +88,7 @@ def test_gradients_go_through_servers_as_codes(pool: Pool, address: str, servers
     assert rest == [[None] * len(texts)] * servers
 
 
+@pytest.mark.slow
 def test_the_bits_on_the_wire_are_those_promised(pool: Pool, address: str) -> None:
     """Counted at the transport, headers included: 8, 4, 1 and 1.6 bits and under 1 % more."""
     promised = {"int8": 8, "int4": 4, "onebit": 1, "sign": 1, "ternary": 1.6, "fp8": 8, "fp16": 16, "natural": 8}

@@ -98,6 +98,7 @@ def test_large_batch(pool: Pool, address: str) -> None:
     assert float(right.partition("%")[0]) > 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "what"),
     [

@@ -38,6 +38,7 @@ CASES = [
 ] + [(f"{SERVED} codec=int8 transport=tcp", 1, signal.SIGKILL)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "victim", "number"), CASES)
 def test_everyone_names_who_fails_in_mid_step(
     pool: Pool, address: str, strategy: str, victim: int, number: signal.Signals
@@ -202,6 +203,7 @@ FAILURES = [
 BLAMED = re.compile(r"rank (\d+) \([^)]*\) (?:died|failed|left the run|is stopped|has given no sign|is to blame)")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "fault", "victim"), FAILURES)
 def test_nobody_blames_anybody_else(pool: Pool, address: str, strategy: str, fault: str, victim: int) -> None:
     """The culprit says its own error only; what each other one says last names the culprit and that error."""
@@ -234,6 +236,7 @@ ENDINGS: list[Any] = [
 ENDINGS += [("ring schedule=split", "is stopped", "call"), ("ring schedule=delayed", "is stopped", "exit")]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("kind", "fault", "end"), ENDINGS)
 def test_a_rank_that_is_lost_at_the_end_fails_the_others(
     pool: Pool, address: str, kind: str, fault: str, end: str

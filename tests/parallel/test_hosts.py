@@ -61,6 +61,7 @@ def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, time
             assert times * nbytes <= across < 1.02 * times * nbytes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "nodes"),
     [
@@ -82,6 +83,7 @@ def test_collectives_over_both(pool: Pool, address: str, strategy: str, nodes: l
 CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "nodes", "workers"),
     [
@@ -101,6 +103,7 @@ def test_processes_on_several_hosts_train_as_one(
     check_trained_as_one(results, CASES)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("inside", ["ring", "native"])
 def test_payloads_cross_between_hosts_once_for_each_host(pool: Pool, address: str, inside: str) -> None:
     """Two hosts of two and of three: inside travels what a dense reduce-scatter and all-gather move, or a library's."""

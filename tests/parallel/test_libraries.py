@@ -64,6 +64,7 @@ def test_the_weights_are_those_of_tcp_bit_for_bit(pool: Pool, address: str, stra
     check_training(found["tcp"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "world"), [*((one, 3) for one in NATIVE), *((one, 2) for one in over_each("ring")[1:])]
 )
@@ -74,6 +75,7 @@ def test_collectives_over_libraries(pool: Pool, address: str, strategy: str, wor
     assert min(received) > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", [*NATIVE, "ring transport=grpc", "ring transport=ucx", "ring transport=zmq"])
 def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.again_and_again, everyone(3, address, [strategy] * 6)) as group:
@@ -86,6 +88,7 @@ def test_worlds_over_libraries_leave_nothing_behind(pool: Pool, address: str, st
             assert min(len(holding["descriptors"]) for holding in later) <= most, (first, warm, later)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "number"),
     [

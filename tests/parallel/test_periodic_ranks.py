@@ -17,6 +17,7 @@ CASES = [["sgd", "float64"], ["sgd", "float32"], ["sgd", "float32"]]
 LIMIT_S = 10.0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "workers", "servers"),
     [
@@ -36,6 +37,7 @@ def test_processes_that_all_meet_after_every_step_train_as_one(
         check_trained_as_one(group.results()[:workers], CASES)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -18,6 +18,7 @@ PLACES = [("ps(servers=2)", 2), ("ps(servers=2, on=workers)", 0)]
 CARRIED = ["transport=shm", "transport=tcp", "transport=shm codec=topk(ratio=1)"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("carried", "place", "servers"),
     [
@@ -37,6 +38,7 @@ def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: i
         np.testing.assert_array_equal(weights, -bodies.LR * np.sum(pushed, 0) / WORKERS)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "servers", "schedule"),
     [(*row, other) for row, other in zip(PLACES, cycle(["fixed", "priority(slice=64B)"]))],
@@ -78,6 +80,7 @@ def test_everyone_names_who_dies(pool: Pool, address: str, place: str, victim: i
                 assert "died" in rank.printed(), rank
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("sync", ["asp", "ssp(staleness=1)"])
 def test_everyone_names_a_server_that_dies(pool: Pool, address: str, sync: str, transport: str) -> None:

@@ -20,6 +20,7 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
     return [[[index, world, address], *case] for index in range(world)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "nodes", "workers"),
     [

@@ -79,6 +79,7 @@ def test_meshes_and_groups_of_some_ranks(pool: Pool, address: str) -> None:
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("calls", "parts"),
     [
@@ -165,6 +166,7 @@ def test_sums_that_nobody_attends_to_are_right(pool: Pool, address: str) -> None
         assert group.results() == [[[3.0, 9.0, 3.0]] * 30] * 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("use", "fault", "strategy"),
     [
@@ -230,6 +232,7 @@ def test_other_devices_and_what_is_not_there(pool: Pool, address: str) -> None:
             assert (tree, transport, ended) == (2.0, "tcp", ["shut down"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("backend", "codec"),
     [

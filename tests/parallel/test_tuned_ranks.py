@@ -78,6 +78,7 @@ def start(
         return group.results()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("nodes", "strategy", "printed"),
     [

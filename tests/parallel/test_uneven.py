@@ -30,6 +30,7 @@ def by_a_ring(pool: Pool, addresses: Callable[[], str]) -> list[Any]:
     return trained(pool, addresses(), "ring", 0, "tcp")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "servers", "transport"), CASES)
 def test_owners_give_what_a_ring_gives(
     pool: Pool, address: str, by_a_ring: list[Any], strategy: str, servers: int, transport: str

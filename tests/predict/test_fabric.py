@@ -157,6 +157,7 @@ MODEL = traced(
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("text", "workers"),
     [

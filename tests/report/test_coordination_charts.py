@@ -71,6 +71,7 @@ def without(mixed: Result) -> str:
     return comparison_page(mixed)
 
 
+@pytest.mark.slow
 def test_the_page_has_columns_for_it_and_names_the_slowest(without: str, stale: Result) -> None:
     text = comparison_page(stale)
     for head in ("staleness", "waited", "to acc"):

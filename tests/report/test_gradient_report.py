@@ -97,6 +97,7 @@ def test_the_page_is_self_contained_and_escaped(result: GradientResult) -> None:
     assert "Results were wrong: contiguous (synthetic:alexnet)" in gradient_page(wrong)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e308, -1.0, 0.0], ids=str)
 def test_a_number_that_has_gone_wrong_keeps_nobody_from_reading_it(result: GradientResult, bad: float) -> None:
     numbers = ("median_s", "p99_s", "added_s", "share", "limit_s", "of_limit", "sent_bytes")

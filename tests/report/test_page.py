@@ -135,6 +135,7 @@ def test_the_bars_know_every_stage() -> None:
     assert tuple(charts.STAGES) == STAGES
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "rows",
     [

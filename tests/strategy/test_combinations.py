@@ -365,6 +365,7 @@ _ELASTIC = (
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes(joins: bool) -> None:
     refused = taken = 0

@@ -11,6 +11,7 @@ from syncline.testing.sync import LAWS
 TEXTS = [text for entry in registry.entries("sync") for text in entry.capabilities.get("examples", (entry.name,))]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_mode_keeps_all_laws(text: str) -> None:
     assert check_sync(text, examples=8) == LAWS.names
