@@ -112,7 +112,7 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     members._CONNECT_S = plan.get("connect_s", members._CONNECT_S)
     agreement.LOOK_S = math.inf  # it looks for new workers where the plan says so
     for what, step in happenings:
-        if what in ("updates", "updated", "late", "pushed"):
+        if what in ("updates", "updated", "late", "pushed", "loads"):
             in_step(what, step)
         elif what == "loading":
             die_loading(step)
@@ -146,9 +146,9 @@ def in_step(what: str, when: int) -> None:
     """Die when about to make an update of a step (``updates``), or once it is made and the follower may lack it.
 
     ``late``: begin the pulls of the step after the others have made it and one of them has died. ``pushed``: die with a
-    push that the owners may have applied.
+    push that the owners may have applied. ``loads``: die after a loss, when one of the servers has the state again.
     """
-    traced, pulls, told = Owner._traced, OwnedModel._pulls, RemoteOwners.tell
+    traced, pulls, told, put = Owner._traced, OwnedModel._pulls, RemoteOwners.tell, RemoteOwners._put
 
     def update(owner: Owner, action: Any, bucket: int) -> None:
         if what == "updated" or action.clock != when + 1:
@@ -167,7 +167,16 @@ def in_step(what: str, when: int) -> None:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if what == "pushed":
+    def load(owners: RemoteOwners, *request: Any) -> None:
+        if owners._session.numbers:  # after a loss
+            owners._servers = owners._servers[:1]
+            put(owners, *request)
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(owners, *request)
+
+    if what == "loads":
+        RemoteOwners._put = load  # type: ignore[method-assign]
+    elif what == "pushed":
         RemoteOwners.tell = tell  # type: ignore[method-assign]
     elif what == "late":
         OwnedModel._pulls = pull  # type: ignore[method-assign]

@@ -149,6 +149,16 @@ def test_a_second_process_is_lost_while_the_others_agree(
         check(group, [index for index in sorted(survivors) if index < workers], log)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_view_breaks_when_one_of_the_servers_has_begun_it(
+    pool: Pool, address: str, tmp_path: Path, transport: str
+) -> None:
+    strategy, log = f"{TWO} {BOUND}".replace("tcp", transport), tmp_path / "samples.jsonl"
+    with lost(pool, address, log, strategy, 3, **{"1": ("before", 3), "0": ("loads", -1)}) as (group, survivors):
+        check(group, survivors, log)
+
+
 def test_the_server_is_lost(pool: Pool, address: str) -> None:
     """Nobody else has the weights."""
     with started(pool, address, 3, strategy=f"{APART} {BOUND}", servers=1, **{"2": ("updated", 3)}) as (group, relay):

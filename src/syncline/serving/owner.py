@@ -354,9 +354,9 @@ class HeldParts:
         return self._by_step.get(step, {})
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What others have to know where each push is an update by itself."""
-        return {}
+    def told(self) -> list[dict[str, Any]]:
+        """What others have to know where each push is an update by itself: the turns of each view, and the samples."""
+        return []
 
     def catch_up(self, ahead: Mapping[str, Any]) -> None:
         """Make the updates of the turns that the owner had who has told this, in the same session."""
@@ -371,29 +371,34 @@ class HeldShards(HeldParts):
     def __init__(self, session: Session, owner: Owner, turns: Turns, requests: Mapping[int, Request]) -> None:
         super().__init__()
         self._owner, self._turns, self._requests = owner, turns, dict(requests)
-        self._mine = _parts_here(session)
+        self._mine, self._view, self._older = _parts_here(session), session.view, HeldParts()
         owner.outlive([worker for worker, request in requests.items() if request.kind == "push"])
 
-    def beside(self, older: HeldParts) -> HeldParts:  # noqa: ARG002
-        """These alone: all owners have theirs before the first push."""
+    def beside(self, older: HeldParts) -> HeldParts:
+        """These and older ones. Before the first turn some owner may not have these yet: afterwards all have them."""
+        self._older = HeldParts() if self._turns.taken else older
         return self
 
-    def keys(self, step: int) -> list[Part]:  # noqa: ARG002
+    def keys(self, step: int) -> list[Part]:
         """All parts of this process."""
-        return sorted(part for part in self._mine if part is not None)
+        return sorted([*(part for part in self._mine if part is not None), *self._older.keys(step)])
 
-    def after(self, step: int) -> Parts:  # noqa: ARG002
+    def after(self, step: int) -> Parts:
         """Their values."""
         both = zip(self._mine, self._owner.contents(), strict=False)
-        return {part: records for part, records in both if part is not None}
+        return {**self._older.after(step), **{part: records for part, records in both if part is not None}}
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Beside what the weights contain, the last turns."""
-        return {"taken": self._turns.taken, "recent": self._turns.recent, "counted": self._owner.counted}
+    def told(self) -> list[dict[str, Any]]:
+        """With the last turns of each view."""
+        mine = {"taken": self._turns.taken, "recent": self._turns.recent, "counted": self._owner.counted}
+        return [{"view": self._view, **mine}, *self._older.told]
 
     def catch_up(self, ahead: Mapping[str, Any]) -> None:
         """With the pushes that this process holds. ValueError if it then has others than that owner."""
+        if ahead["view"] != self._view:
+            self._older.catch_up(ahead)
+            return
         for worker in self._turns.missing(ahead["taken"], ahead["recent"]):
             self._turns.take(worker)
             self._owner.catch_up(self._requests.pop(worker))
@@ -410,15 +415,16 @@ def share_parts(
     first process gives it. The session then knows the samples whose pushes the parts contain.
     """
     label, processes = "sharing the parts of the weights", range(session.group.processes)
-    mine = json.dumps({"parts": held.keys(step), **held.told}).encode()
+    mine = json.dumps({"parts": held.keys(step), "turns": held.told}).encode()
     known: dict[Part, int] = {}  # the first process that has a part
     ahead: dict[int, dict[str, Any]] = {}  # what the owner with most turns of each view tells
     for process, data in enumerate([mine] if session.alone else session.everyone.share(processes, mine, label)):
         told = json.loads(data)
         for view, count, part in told["parts"]:
             known.setdefault((view, count, part), process)
-            if "taken" in told and told["taken"] > ahead.get(view, {"taken": -1})["taken"]:
-                ahead[view] = told
+        for turns in told["turns"]:
+            if turns["taken"] > ahead.get(turns["view"], {"taken": -1})["taken"]:
+                ahead[turns["view"]] = turns
     division, missing = _division_of(known)
     if missing:
         with contextlib.suppress(SynclineError):  # a process that ends must not disturb the others' exchange
