@@ -220,7 +220,7 @@ def test_a_world_of_one_has_a_timeline_too(recorded: Run, tmp_path: Path) -> Non
 
 
 def test_a_start_that_fails_leaves_nothing(recorded: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise SynclineError("no")
 
     monkeypatch.setattr(process, "alone", fails)

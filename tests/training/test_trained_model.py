@@ -31,7 +31,7 @@ class Rank:
         layers = [Layer(Spec(f"w{index}", (4,))) for index in range(TENSORS)]
         buckets = schedule.buckets(layers)
         self.layout = Laid(buckets, [schedule.priority(bucket) for bucket in buckets])
-        self.schedule, self.mode, self.key, self.flags = schedule, mode, KEY, 0b10
+        self.schedule, self.mode, self.key, self.flags, self.renews = schedule, mode, KEY, 0b10, 0
         self.staging, self.world_size = SimpleNamespace(device=None), 1
         self.paces: dict[int, Pace] = {}
         self.process = SimpleNamespace(flight=None)
