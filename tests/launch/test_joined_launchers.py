@@ -208,7 +208,9 @@ def tapped(where: str, seen: list[bytes]) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"127.0.0.1:{door.getsockname()[1]}"
+        there.shutdown(socket.SHUT_RDWR)
         thread.join(LIMIT_S)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("tls", [None, "on"])
@@ -224,6 +226,7 @@ def test_with_tls_nobody_on_the_way_reads_what_launchers_say(tls: str | None) ->
                 guest = Guest.ask(between, 1, SECRET, tls)
             with LocalRun(command(script), 1, relay=guest) as joined:
                 ends = both(run, joined)
+            guest.close()
         assert [end.status for end in ends] == [0, 0], ends
         said = b"".join(seen)
         words = [b"legible", b"answered", b"tree", run._shared["SYNCLINE_RUN_ID"].encode()]
