@@ -146,6 +146,7 @@ def test_real_images_are_trained_on_under_every_strategy_alike() -> None:
     assert set(images.train.labels) == set(range(10))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

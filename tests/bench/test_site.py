@@ -266,6 +266,7 @@ def test_processes_of_mpirun_make_a_row(library: str, folder: Path) -> None:
     assert sorted(path.read_text().split()[1] for path in folder.iterdir()) == ["mpirun"] * 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

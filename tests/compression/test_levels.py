@@ -49,6 +49,7 @@ def on_hosts(text: str, hosts: Hosts, **options: object) -> Ranks:
     return Ranks(codec(text), sum(map(len, hosts)), hosts=hosts, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(
     ("text", "hosts", "cut", "native"),
@@ -72,6 +73,7 @@ def test_a_host_counts_as_one_worker(text: str, hosts: Hosts, native: bool) -> N
     np.testing.assert_array_equal(group.residuals(), alone.residuals())
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(
     ("text", "hosts", "cut", "native"),
@@ -112,6 +114,7 @@ def test_payloads_cross_between_hosts_once_for_each_host(text: str, per_host: in
     assert inside == pytest.approx(2 * (per_host - 1) * 4 * group.buckets[0].elements)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_result_does_not_depend_on_buckets(text: str) -> None:
     one, two = on_hosts(text, TWO_BY_TWO), on_hosts(text, TWO_BY_TWO, buckets=ONE_EACH)
@@ -123,6 +126,7 @@ def test_the_result_does_not_depend_on_buckets(text: str) -> None:
             assert result.tobytes() == one.results[0].tobytes()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
     hosts = PLACES[2]
@@ -138,6 +142,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
         assert first.results[0].tobytes() == other.results[0].tobytes()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("text", "hosts"), [*zip(TEXTS, cycle([PLACES[1], PLACES[2], []]))], ids=str)
 def test_other_hosts_and_workers_without_levels_take_all_that_was_kept(text: str, hosts: Hosts) -> None:
     """Ranks that sit elsewhere, more hosts, and the other way round one level."""

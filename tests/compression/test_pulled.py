@@ -47,6 +47,7 @@ def test_weights_of_other_types_too(text: str, dtype: str) -> None:
     assert np.isfinite(served.held.astype(np.float32)).all()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", [text for text in SERVABLE if keeps(text)])  # the errors of others would grow
 def test_what_is_not_said_is_kept_and_said_later(text: str) -> None:
     """Telling changes no weights of owners; told again and again without an update, workers come to have them."""
@@ -95,6 +96,7 @@ def test_unbiased_codecs_have_the_right_mean(text: str) -> None:
     assert np.linalg.norm(moved - change) < 0.2 * np.linalg.norm(change)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", [text for text in SERVABLE if codec(text).combine != "sum"])
 def test_the_result_does_not_depend_on_buckets_or_owners(text: str) -> None:
     one = Served(text, 3, 1)

@@ -24,6 +24,7 @@ KEEPING = [text for text in TEXTS if not isinstance(one := build("codecs", read_
 """Those whose residuals keep all that was not sent."""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_not_finite_reaches_everyone_and_stays_in_no_state(

@@ -119,6 +119,7 @@ def test_at_other_world_sizes(check: Check, strategy: str, workers: int) -> None
     check("shm", strategy, workers, SLOTS + 1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

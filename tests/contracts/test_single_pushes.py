@@ -201,6 +201,7 @@ def test_codecs_that_begin_later_are_refused_and_so_is_the_fastest() -> None:
         Strategy.parse("ps(servers=1) sync=asp codec=auto")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize("place", FEW)
 def test_with_no_staleness_it_is_bulk_synchronous(on: Run, kind: str, place: str) -> None:
@@ -265,6 +266,7 @@ def test_a_slow_worker_stops_nobody_without_a_bound(on: Run, kind: str, place: s
     check(on(kind, f"{place} sync=asp", body))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("by", [1, 2])
 @pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize("place", FEW)
@@ -349,6 +351,7 @@ def end_of(body: Callable[[Session], None], session: Session) -> Exception | Non
         return error
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize("place", FEW)
 @pytest.mark.parametrize("mode", ["asp", "ssp(staleness=1)"])
@@ -390,6 +393,7 @@ def wrong(how: str, session: Session) -> None:
             training.step(worker, step)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=1, on=workers)"])
 @pytest.mark.parametrize(

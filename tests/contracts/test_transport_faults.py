@@ -125,6 +125,7 @@ def allowed(error: Exception | None) -> bool:
     return error is None or (isinstance(error, SynclineError) and "rank 1" in str(error))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 @given(stream=streams, fds=st.lists(st.sampled_from(["sound", "holes", "bell", "file"]), max_size=3))
 @settings(max_examples=25, deadline=None)

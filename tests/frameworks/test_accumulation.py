@@ -85,6 +85,7 @@ def test_no_sync_nests_and_exchanges_nothing(group: Any) -> None:
         close(found, local(Here(*sgd()), rank))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_batches_of_unequal_size_are_weighted_by_their_size(group: Any, strategy: str) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
@@ -477,6 +478,7 @@ WAYS = [("none", True), ("zero", False), ("zero", True), ("none", False)]
 """How gradients are zeroed, and whether that is before the forward pass or behind it."""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", ONE_LEFT)
 @pytest.mark.parametrize(("kept", "how", "early"), [(kept, *way) for kept, way in enumerate(WAYS)])
 def test_one_gradient_that_is_not_zeroed_is_refused_whichever_it_is(
@@ -499,6 +501,7 @@ def test_one_gradient_that_is_not_zeroed_is_refused_whichever_it_is(
         on_group(group, strategy, 2, sgd, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "how", "early"),
     [(text, *way) for number, text in enumerate([*ONE_LEFT, *SERVED]) for way in WAYS[number % 2 * 2 :][:2]],

@@ -54,6 +54,7 @@ def train(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "workers"), [*zip([*STRATEGIES, "ring schedule=wait_free"], cycle([2, 3]))])
 def test_n_workers_normalise_as_one_does(group: Any, strategy: str, workers: int) -> None:
     """Weights, and running means and variances."""

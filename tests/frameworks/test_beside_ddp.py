@@ -184,6 +184,7 @@ def test_a_hook_that_steps_or_changes_gradients_is_refused(
         on_group(group, strategy, 2, make, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", ["fixed", "wait_free", "auto"])
 @pytest.mark.parametrize("by", ["its own", "another's"])
 @pytest.mark.parametrize("does", CHANGES)

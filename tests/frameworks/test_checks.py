@@ -89,6 +89,7 @@ def trained(
     return group(strategy.removesuffix(STAGED), workers, run)[:workers]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sound_training_has_the_same_bits_with_checks(group: Any, strategy: str) -> None:
     without, with_checks = (trained(group, strategy, checks, workers=2) for checks in (Checks(), ALL))
@@ -129,6 +130,7 @@ def test_a_replica_that_parts_between_two_checks_is_found_by_the_next(group: Any
     assert not [one for one in trained(group, "ring", Checks(9), after=write_on_rank_1) if isinstance(one, Exception)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "value"),
     [*((one, float("nan")) for one in STRATEGIES), ("ring", float("inf")), ("ring", -float("inf"))],

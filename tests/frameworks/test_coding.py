@@ -55,6 +55,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "strategy",
     [

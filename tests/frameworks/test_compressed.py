@@ -55,6 +55,7 @@ LEARNING = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("text", "architecture"),
     [pytest.param(text, "direct", marks=[pytest.mark.slow] * (n % 2)) for n, text in enumerate(LEARNING)]

@@ -167,6 +167,7 @@ def test_a_local_step_is_of_the_last_backward_pass_alone(group: Any, given_up: b
         assert torch.equal(own, before)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("codec", "local"),
     [*zip(["topk(ratio=0.4)", "onebit", "sign", "threshold(ratio=0.3, momentum=0.5)", "int8"], cycle([True, False]))],
@@ -187,6 +188,7 @@ CODED = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", [*CODED, "ring codec=topk(ratio=0.4)" + STAGED, "hierarchical codec=ternary"])
 def test_a_codecs_delayed_steps_are_synchronous_where_every_gradient_is_read(group: Any, text: str) -> None:
     """To the bit: the codec remembers the same."""
@@ -200,6 +202,7 @@ def test_a_codecs_delayed_steps_are_synchronous_where_every_gradient_is_read(gro
         close(one, other, 0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", [*CODED, "hierarchical codec=ternary"])
 def test_a_codecs_delayed_steps_leave_the_same_weights_on_all_ranks(group: Any, text: str) -> None:
     """With all that a codec can be, and two steps under way; a run gives the same again."""

@@ -43,6 +43,7 @@ def trained(session: Session, copier: HostCopier | None, dtype: torch.dtype, ste
         made.replica.detach()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("dtype", "schedule"),
     [

@@ -64,6 +64,7 @@ EVERYWHERE = ("in place", "other memory")
 OF_EACH_KIND = ("ring schedule=wait_free" + STAGED, "ps(servers=1)" + STAGED, "ps(servers=2, on=workers)")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "change"),
     [(text, change) for text in STRATEGIES for change in CHANGES if change in EVERYWHERE or text in OF_EACH_KIND],
@@ -110,6 +111,7 @@ def test_gradients_changed_after_the_owners_have_them_are_an_error_with_a_name(
         on_group(group, strategy, 2, making("sgd"), body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "unused"), [*zip(STRATEGIES, cycle(["error", "zeros"]))])
 def test_gradients_that_a_script_keeps_are_not_overwritten(group: Any, strategy: str, unused: Any) -> None:
     """Whoever holds ``p.grad`` over ``zero_grad()`` has the old one, as in one process; it may also be written to."""

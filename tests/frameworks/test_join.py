@@ -57,6 +57,7 @@ def test_a_rank_that_goes_on_to_another_call_is_named_with_the_remedy(group: Any
         on_group(group, strategy, 3, adam, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", REPLICAS + SERVED)
 def test_joined_ranks_count_all_batches_and_end_equal(group: Any, strategy: str) -> None:
     """Two epochs: the optimizer's state is equal too, so that training goes on from one point."""
@@ -80,6 +81,7 @@ def test_joined_ranks_count_all_batches_and_end_equal(group: Any, strategy: str)
         assert all(torch.equal(found[name], tensor) for name, tensor in results[0].items())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", [*SERVED, "ps(servers=2) codec=fp16", "ps(servers=3, on=workers) codec=fp16"])
 def test_who_has_no_batches_takes_part_in_clipping_by_owners(group: Any, strategy: str) -> None:
     """It does not know who clips when, nor with which learning rate: the others' count."""

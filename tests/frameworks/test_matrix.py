@@ -54,6 +54,7 @@ THREADED = [
 ] + [("ring", rule, 1) for rule in RULES]
 
 
+@pytest.mark.every(2)
 @over(
     lambda usual, text, rule, workers=0: [Run(text, rule, workers or usual)],
     numpy=THREADED,
@@ -71,6 +72,7 @@ def test_workers_train_as_one_that_has_the_mean(cell: Cell) -> None:
     assert are_equal([one.together for one in found] + [found[0].weights])
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, text: [Run(text, "adam", workers, dtype="float32", again=again) for again in range(2)],
     numpy=["ring", *SERVED[-2:]],
@@ -120,6 +122,7 @@ def test_codecs_leave_all_workers_and_runs_equal(cell: Cell) -> None:
     assert are_equal([found.weights for results in cell.results() for found in results])
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, text: [Run(text, "sgd", workers)],
     numpy=[*CODED, SUMMED],
@@ -236,6 +239,7 @@ def plain(sync: str, codec: str) -> str:
     return " feedback=off" if sync.startswith("easgd") and codec in ("topk(ratio=0.1)", "powersgd(rank=2)") else ""
 
 
+@pytest.mark.every(2)
 @over(
     lambda workers, text: [Run(text, "sgd", workers, dtype="float32")],
     numpy=[

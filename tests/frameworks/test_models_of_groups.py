@@ -61,6 +61,7 @@ def trained(session: Session, steps: int = STEPS) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "strategy", [pytest.param(text, marks=[pytest.mark.slow] * (n % 2)) for n, text in enumerate(DETERMINED)]
 )

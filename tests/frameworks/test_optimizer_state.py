@@ -69,6 +69,7 @@ def test_state_survives_torch_save_and_loads_into_a_plain_optimizer(group: Any, 
 RESUMED = ("momentum", "adam", "adagrad")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "before"),
     [(text, RESUMED[n % 3], True) for n, text in enumerate(STRATEGIES)]
@@ -115,6 +116,7 @@ class WithScalars(torch.nn.Module):
         return torch.tanh(self.layer(x) * self.scale + self.shift)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "layer", "strategy"),
     [
@@ -218,6 +220,7 @@ def test_state_larger_than_a_request_loads_into_servers(group: Any) -> None:
     same_as_alone(group, "ps(servers=2)", 2, make, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "ps(servers=2) codec=int8", "ps(servers=2, on=workers) codec=fp16"])
 def test_a_model_may_be_loaded_after_prepare_and_later(group: Any, strategy: str) -> None:
     """As under a ring; under servers these take the weights over with the next step."""
@@ -292,6 +295,7 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(group["lr"] * tensor.grad)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_that_has_other_weights_in_evaluation_trains_as_alone(group: Any, strategy: str) -> None:
     def make(index: int) -> Any:

@@ -53,6 +53,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(ps(group, servers=count, on="ranks" if beside else "workers"), name="aggregator")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -274,6 +274,7 @@ def test_gradients_are_views_of_contiguous_buckets_that_never_move(group: Any, s
     on_group(group, strategy, 2, sgd, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "tree", "recursive_doubling", "double_tree"])
 def test_nothing_is_allocated_per_step_once_warm(group: Any, strategy: str, monkeypatch: Any) -> None:
     """Neither transport memory nor scratch, nor an array anywhere near the size of a bucket."""

@@ -66,11 +66,13 @@ SCRIPTS = [
 TURNS = [*zip(SCRIPTS, cycle(LAYERED))]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("script", "strategy"), TURNS)
 def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
     same_as_alone(group, strategy, 2, sgd, script)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", LAYERED)
 def test_bits_are_those_of_fifo(group: Any, strategy: str) -> None:
     place, staged = strategy.split(" schedule")[0], STAGED if strategy.endswith(STAGED) else ""
@@ -79,6 +81,7 @@ def test_bits_are_those_of_fifo(group: Any, strategy: str) -> None:
         close(found, other, 0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("codec", "place"), [*zip(["int8", "onebit", "topk(ratio=0.4)", "ternary"], cycle(PLACES))])
 def test_a_codecs_bits_do_not_depend_on_the_schedule(group: Any, place: str, codec: str) -> None:
     """What it sees whole is in one bucket, wherever the schedule cuts it, and residuals are those of tensors."""
@@ -114,6 +117,7 @@ def test_an_optimizer_that_nobody_knows_updates_all_at_once(group: Any, caplog: 
     assert "its step waits for all gradients" in caplog.text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", LAYERED)
 def test_weights_stay_the_old_ones_until_the_optimizer_is_called(group: Any, strategy: str) -> None:
     """Also where those that have come are looked for: the owners have made the update by then."""
@@ -176,11 +180,13 @@ def used_by_turns(here: Here) -> dict[str, torch.Tensor]:
 OTHERS = ["ps(servers=1) schedule=wait_free", "ps(servers=1, update=worker) schedule=priority(slice=40B)"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", [*LAYERED, *OTHERS])
 def test_layers_may_fire_in_another_order_on_each_rank(group: Any, strategy: str) -> None:
     same_as_alone(group, strategy, 2, branches, in_another_order)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", [*LAYERED, *OTHERS])
 def test_parameters_may_come_and_go_where_that_is_said(group: Any, strategy: str) -> None:
     """As zeros, for which momentum goes on; else the parameter without a gradient is named."""

@@ -79,6 +79,7 @@ def train(here: Here, steps: range = range(6)) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("place", "make"), [*((place, adam) for place in PLACES), ("ps(servers=2)", sgd)])
 def test_training_goes_on_as_on_one_worker(group: Any, remade: Asked, place: str, make: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
@@ -166,6 +167,7 @@ def wide(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # no
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("codec", "place"),
     [*zip(["int8", "fp8", "qsgd", "bf16"], cycle(["ring", "ps(servers=2)", "ps(servers=2, on=workers)"]))],

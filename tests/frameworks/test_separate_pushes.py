@@ -109,6 +109,7 @@ def test_backup_workers_are_fewer_than_workers(group: Any) -> None:
         on_group(group, "ps(servers=1) sync=bsp(backup=2)", WORKERS, sgd, train, weight=1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", SINGLE)
 def test_every_gradient_counts_once_with_backup_workers(group: Any, strategy: str) -> None:
     """Those of plain sums do not depend on the weights, so whenever they come the end is the same."""

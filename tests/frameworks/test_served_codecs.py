@@ -91,6 +91,7 @@ def test_one_worker_alone_with_its_servers(group: Any, place: str, codec: str) -
     assert found < before - 0.8 * (before - after)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_optimizers_state_comes_and_goes(group: Any, place: str) -> None:
     def body(here: Here) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class Prototypes(torch.nn.Module):
         return (x - self.centre).square().sum(1).mean()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", ["ring", "direct schedule=wait_free", "ps(servers=1, on=workers, update=worker)"])
 @pytest.mark.parametrize("given", ["both", "first", "neither", "list"])
 def test_one_optimizer_may_train_several_models(group: Any, strategy: str, given: str) -> None:
@@ -144,6 +145,7 @@ def test_servers_that_hold_the_weights_take_one_model_with_its_optimizer(group: 
         group(strategy, 2, lambda session: prepare(session, mlp()))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", KEPT)
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_model_may_be_prepared_again(group: Any, strategy: str, kept: bool) -> None:

@@ -481,6 +481,7 @@ class Alone(InDictionary):
 IN_ATTRIBUTES = [InAttribute, InDictionary, InList, InTensor, Alone]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("made", "strategy"),
     [
@@ -577,6 +578,7 @@ def factor_of(one: Any) -> float:
     return one.factor
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "made", [Scaled, ScaledByName, ScaledByComputedName, ScaledByVars, ScaledByFunction, ScaledByObject]
 )

@@ -108,6 +108,7 @@ def small(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "clips"), [*zip(STRATEGIES, cycle([False, True]))])
 def test_one_ranks_overflow_makes_all_ranks_skip_the_step(group: Any, strategy: str, clips: bool) -> None:
     """Every rank sees the same gradients, or its scaler hears what owners have seen: scales stay equal."""
@@ -167,6 +168,7 @@ def test_grad_scaler_trains_as_on_one_worker(group: Any, strategy: str) -> None:
     same_as_alone(group, strategy, 2, sgd, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("strategy", SERVED)
 def test_grad_scaler_and_clipping_by_owners_train_as_on_one_worker(group: Any, strategy: str, make: Any) -> None:

@@ -200,6 +200,7 @@ def of_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "made"), [*zip(CALLED, cycle([of_parameters, of_tensors]))])
 def test_calls_with_other_weights_are_the_scripts_own(group: Any, strategy: str, made: Any) -> None:
     """Their gradients too, by backward(), by torch.func.grad and for each sample; some may be the model's own."""

@@ -22,6 +22,7 @@ def some_steps(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("codec", "nodes"),
     [*zip([*CODECS, "adaptive(topk(ratio=0.4), small=64B)", "feedback(onebit, warmup=2)"], cycle(NODES))],

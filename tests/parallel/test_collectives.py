@@ -91,6 +91,7 @@ def test_calls_that_do_not_match_name_the_ranks(pool: Pool, address: str, calls:
         failures(group, *parts)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("how", "parts"),
     [

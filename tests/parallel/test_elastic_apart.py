@@ -128,6 +128,7 @@ def expected(log: Path, strategy: str) -> dict[int, np.ndarray[Any, Any]]:
     return {number: one.weights for number, one in course.replicas.items()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "happens", "goes_back"),
     [

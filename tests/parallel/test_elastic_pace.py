@@ -61,6 +61,7 @@ def lost(
         assert [group.ranks[index].status for index in left] == [0] * len(left)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "plan"),
     [

@@ -99,6 +99,7 @@ def test_the_others_end_in_the_time_that_is_promised(
     assert any(in_time() for _ in range(TRIES))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("victim", "at"), [(0, "control"), (2, "control"), (1, "data"), (2, "through")])
 def test_a_process_that_is_stopped_while_the_group_connects_is_named(
     pool: Pool, address: str, victim: int, at: str

@@ -125,6 +125,7 @@ def test_a_port_in_use(pool: Pool) -> None:
     assert "Choose a free port" in text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "options", "part"),
     [

@@ -26,6 +26,7 @@ STRATEGIES = {  # and the processes that only serve
 QUICK = ["ring", "direct", "ps(servers=1)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=priority(slice=64B)"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "workers", "transport"),
     [

@@ -308,6 +308,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Path(f"/dev/shm/syncline-test-{os.getpid()}").unlink(missing_ok=True)
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("_short")
 @pytest.mark.parametrize("law", list(LAWS), ids=lambda law: law.name)
 def test_a_broken_transport_is_caught_by_the_law(law: Any) -> None:

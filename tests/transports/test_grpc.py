@@ -93,6 +93,7 @@ def hello(run: bytes, source: int = 1, purpose: str = "grpc") -> bytes:
     return handshake.hello(run, source, 0, purpose).raw
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("said", "status"),
     [

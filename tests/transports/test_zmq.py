@@ -98,6 +98,7 @@ def stranger(context: Any, where: str, how: str, note: dict[str, Any]) -> Any:
     return caller
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("near", [TCP, NEAR], ids=["tcp", "ipc"])
 @pytest.mark.parametrize(
     ("how", "curve"),
@@ -225,6 +226,7 @@ def frame(kind: int, slot: int, tag: int, size: int, body: bytes = b"") -> bytes
     return struct.pack("<BxHxxxxQQ", kind, slot, tag, size) + body
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "sent",
     [
