@@ -9,8 +9,8 @@ is needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists
 thus does fewer batches and delays no one, and an epoch ends for all workers when nothing of it is left. Positions that
 were handed out count as done: a worker that leaves returns nothing. In an elastic run a pool begins with what the
 weights do not contain (``serving.turns``), so after a loss it hands out again what was in somebody's hands
-(``PoolBatches``). Workers may be in different epochs and only move
-forward. An epoch that all workers have passed is forgotten.
+(``PoolBatches``). Workers may be in different epochs, and only move forward between losses. An epoch that all workers
+have passed is forgotten.
 
 ``Pools`` serves the pools to all workers. Worker 0 keeps them and answers in its progress thread, even while its
 training computes. Messages contain positions in the order of an epoch, a few bytes per batch. A worker requests its

@@ -128,6 +128,8 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
             norm = torch.nn.BatchNorm1d(2, affine=False, dtype=torch.float64)
             model = torch.nn.Sequential(model, norm)
             atexit.register(lambda: print(f"{norm.num_batches_tracked} batches"))
+        if plan.get("evaluates"):  # a worker trains such a model too
+            model.eval()
         return x, y, model, *rest
 
     together = Strategy.parse(plan["strategy"]).sync_mode().merges

@@ -163,7 +163,7 @@ def test_survivors_go_back_to_the_last_exchange(
 def test_a_worker_joins_after_an_exchange(pool: Pool, address: str, tmp_path: Path, strategy: str) -> None:
     log = tmp_path / "samples.jsonl"
     plan: dict[str, Any] = {"samples": str(log), "most": 3, "strategy": strategy, "even": samples_of(strategy)}
-    plan |= {"1": ("before", 3), "0": ("join", 5)}
+    plan |= {"1": ("before", 3), "0": ("join", 5), "evaluates": "gossip" in strategy}
     with started(pool, address, 3, **plan) as (group, relay):
         lose(group, relay, 1)
         replace(group, relay, 0, address, 3, **plan)

@@ -103,12 +103,11 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
 
 def _meet(session: Session) -> None:
     """Wait until all workers have finished. Where each goes at its own pace, all then have the same weights."""
-    if session.strategy.sync_mode().merges:
-        if not session.alone:
-            session.barrier()
-        return
-    for consolidate in session.consolidates.values():  # nobody waits for the steps of a worker that is there
-        consolidate()
+    if not session.strategy.sync_mode().merges:
+        for consolidate in session.consolidates.values():  # nobody waits for the steps of a worker that is there
+            consolidate()
+    if not session.alone:
+        session.barrier()
 
 
 def _members() -> Members | None:

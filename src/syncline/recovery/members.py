@@ -195,7 +195,7 @@ class Members:
             put_back = [given.keep_values() for given in self.given]
             try:
                 self._begin(view)
-                self._restore(view, held, samplers, mark)
+                steps = self._restore(view, held, samplers, mark)
             except _PartsLost as error:
                 raise self._failed(ended, f"the run cannot go on: {error}") from None
             except UsageError:
@@ -211,7 +211,7 @@ class Members:
                 actions = [*self._keeper.suspect(blamed), *self._keeper.broken()]
             else:
                 self._keeper.restored()
-                self._mark, self._counted = None, view.step
+                self._mark, self._steps, self._counted = None, steps, view.step
                 self._trained, self._repairs = view, process.session.repairs
                 self._count_from_here()
                 return
@@ -262,13 +262,16 @@ class Members:
         held: Sequence[Held | None],
         samplers: Sequence[GlobalBatches | PoolBatches],
         mark: Mark | None,
-    ) -> None:
-        """Give all members the values of the view's source, and what they have ``held`` of each model in parts."""
+    ) -> int:
+        """Give all members the values of the view's source, and what they have ``held`` of each model in parts.
+
+        Returns the steps of the run so far.
+        """
         session = process.session
         if not session.is_worker:
             if missing := share_parts(session, self._held, view.step, [0])[1]:
                 raise _PartsLost(_lost_with("servers", missing, session))
-            return
+            return self._steps
         root = [peer.number for peer in view.seated].index(view.source)
         for given, parts in zip(self.given, held, strict=True):
             given.copy_again(session, root, parts is None)
@@ -283,14 +286,14 @@ class Members:
         states = [[one.state_dict() for one in each] for each in (shared, divided)]
         mine = packed([*states, repairs, self._steps])
         told = mine if session.alone else session.tell_all(mine, root)
-        values, positions, session.repairs, self._steps = unpacked(told)
+        values, positions, session.repairs, steps = unpacked(told)
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, divided, positions)
         self._hand_out_again(view, samplers)
         for number, made in enumerate(process.prepared):
             same = mark is not None and mark.finished == view.step
-            made.take_over(root, self._steps, mark.models[number] if mark is not None and same else None)
+            made.take_over(root, steps, mark.models[number] if mark is not None and same else None)
         self._watch(session)
         if session.rank == 0:
             where = ", ".join(sampler.where for sampler in samplers)
@@ -300,6 +303,8 @@ class Members:
             goes = "go" if left > 1 or some else "goes"
             who = f"{left} worker{'s' if left > 1 else ''}{beside} {goes} on{f', {new} of them new,' if new else ''}"
             say(f"syncline: {who} (view {view.number}) at {where}\n")
+        found: int = steps
+        return found
 
     def _hand_out_again(self, view: View, samplers: Sequence[GlobalBatches | PoolBatches]) -> None:
         """Let pools of batches begin with what the weights do not contain."""

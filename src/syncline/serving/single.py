@@ -11,7 +11,8 @@ need not wait until the worker has them. An owner that is also a worker has weig
 stay as they were pulled until the next pull; between the two, its own slices are copied instead of sent.
 
 Memory at an owner: its part of the model once for every worker, and the model once, or twice under a codec, with
-payloads of at most the bytes of its part.
+payloads of at most the bytes of its part. With ``replicas=1`` its part reaches to the one that it follows: at the first
+owner, which follows the last, over the whole model.
 
 Theory: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NeurIPS 2012.
 """

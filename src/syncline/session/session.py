@@ -94,7 +94,7 @@ class Session(Communicator):
         """Where each push is an update by itself: the samples whose pushes earlier sessions have put into the weights.
         """
         self.next_samples: Callable[[], Sequence[int]] | None = None
-        """There and in an elastic run: the samples of this worker's next push."""
+        """In an elastic run where each push is an update by itself: the samples of this worker's next push."""
         self.view = 1
         """The number of this group of members in an elastic run."""
         self.repairs = 0

@@ -203,7 +203,7 @@ def _servers_are_needed(given: Combination) -> Fault | None:
     return reason, variants(given.architecture, lambda roles: roles.owners >= 1)
 
 
-def _replicas_follow_merged_pushes(given: Combination) -> Fault | None:
+def _replicas_follow_updates(given: Combination) -> Fault | None:
     roles = given.roles
     if roles is None or not roles.replicas:
         return None
@@ -644,7 +644,7 @@ RULES: tuple[Rule, ...] = (
     _gpus_add_whole_gradients_of_one_host,
     _nccl_knows_collectives_only,
     _servers_are_needed,
-    _replicas_follow_merged_pushes,
+    _replicas_follow_updates,
     _weights_follow_updates,
     _memory_needs_feedback,
     _rounds_need_sums,

@@ -275,10 +275,10 @@ class AgreedWeights(WeightExchange):
         """0 for a worker that has made no step since the last exchange."""
         return counted() if self.since else 0.0
 
-    @property
-    def has_centre(self) -> bool:
-        """Whether the agreed weights are a centre that no worker has."""
-        return self._pull < 1
+    def outlive(self) -> tuple[list[Elements] | None, list[Elements]]:
+        """Copies of what the mode remembers, if it does, and of a centre that no worker has."""
+        remembered = self._memory.saved(self._remembered) if self._mode.remembers else None
+        return remembered, self._memory.saved(self.agreed) if self._pull < 1 else []
 
     def anew(self) -> None:
         """The next exchange checks that all workers have the same."""

@@ -187,7 +187,6 @@ class Averaging:
         training = torch.is_grad_enabled() and self._replica.model.training
         if training and not self._in_step and torch._C._current_graph_task_id() == -1:
             self._replica.trained.settle()
-            self._replica.exchange.check_view()
 
     def _note_scaler(self) -> None:
         self._scaled = True

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.step import Apply
-from ...errors import GradientError
+from ...errors import GradientError, UsageError
 from ...session.layout import Layout
 from ...session.session import Session
 from ...session.tickets import STEP, Meeting
@@ -316,7 +316,15 @@ class TrainedReplica(Replica):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate local gradients; the next one outside exchanges their sum."""
+        """Backward passes inside accumulate local gradients; the next one outside exchanges their sum.
+
+        UsageError in an elastic run whose workers go at their own pace.
+        """
+        if self.session.next_samples is not None:
+            raise UsageError(
+                f"no_sync() in an elastic run under sync={self.session.strategy.sync.name}: a push names the one batch"
+                " that it was computed from, so make a step of each batch"
+            )
         before, self._synchronising = self._synchronising, False
         try:
             yield
@@ -414,10 +422,10 @@ class TrainedReplica(Replica):
     def _touch(self) -> None:
         """The first gradient of a pass is complete."""
         self._touched = True
+        if self.session.renewed is not None and (self._synchronises or self._alone):
+            self.exchange.check_view()
         if not self._synchronises:
             return
-        if self.session.renewed is not None:
-            self.exchange.check_view()
         if self.deferred is not None and self.deferred.local is not None:
             self.deferred.local.forget()
         if (

@@ -471,9 +471,7 @@ class Mark:
         self._centre: list[torch.Tensor] = []
         if self.whole and isinstance(weights, AgreedWeights):
             weights.rest()
-            saved = weights.saved()
-            self.memory = saved.get("memory")
-            self._centre = saved["agreed"] if weights.has_centre else []
+            self.memory, self._centre = weights.outlive()
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self.whole:
