@@ -303,8 +303,7 @@ class Members:
             goes = "go" if left > 1 or some else "goes"
             who = f"{left} worker{'s' if left > 1 else ''}{beside} {goes} on{f', {new} of them new,' if new else ''}"
             say(f"syncline: {who} (view {view.number}) at {where}\n")
-        found: int = steps
-        return found
+        return int(steps)
 
     def _hand_out_again(self, view: View, samplers: Sequence[GlobalBatches | PoolBatches]) -> None:
         """Let pools of batches begin with what the weights do not contain."""
