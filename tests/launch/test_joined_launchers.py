@@ -312,6 +312,22 @@ def test_the_loss_of_a_launcher_is_that_of_its_workers(relay: Relay, capfd: pyte
     assert "with workers 1, 2: its connection has ended" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("tls", [None, "on"])
+def test_a_launcher_that_is_killed_takes_nobody_along(tls: str | None) -> None:
+    """What the run sends meanwhile goes nowhere, and ends nothing."""
+    pytest.importorskip("cryptography")
+    with received(tls) as relay, LocalRun(command(WAITS), 1, relay=relay) as run:
+        guest = asked(relay, run, tls=tls)
+        guest._link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        socket.socket.close(guest._link._sock)  # with a reset
+        assert isinstance(relay.reception, Reception)
+        (link,) = relay.reception._guests
+        for _ in range(2):
+            link.send({"ended": 0})
+        until(lambda: not relay.away, run)
+        assert run.poll() is None
+
+
 def test_a_launcher_whose_run_is_lost_says_so_and_ends_its_workers(
     relay: Relay, capfd: pytest.CaptureFixture[str]
 ) -> None:

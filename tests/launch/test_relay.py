@@ -441,7 +441,7 @@ def test_a_replacement_that_cannot_be_started_ends_no_other_process(
     with LocalRun(command, 2, relay=Relay(2, 1, 2), grace_s=0.1) as started:
         assert started.wait(LIMIT_S).status == 0
     said = capfd.readouterr().err
-    assert said.count("no replacement for a lost worker could be started") == 3
+    assert said.count("no replacement for a lost process could be started") == 3
     assert "it was the last of 3 tries" in said
 
 

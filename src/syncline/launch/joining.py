@@ -167,7 +167,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError:
-            self._held.clear()
+            self._held = bytearray()  # the traceback may still hold a view of the old one
         if len(self._held) > HELD_BYTES:
             self.cut()
         if self._selector is not None:
@@ -176,7 +176,7 @@ class Link:
 
     def cut(self) -> None:
         """End the connection. The selector will tell so."""
-        self._held.clear()
+        self._held = bytearray()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

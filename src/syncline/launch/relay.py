@@ -387,7 +387,7 @@ class Relay(Lines):
         self._failures += 1
         self._next_s = now_s + _PAUSE_S * 2**self._failures
         last = f": it was the last of {_FAILURES} tries" if self._failures >= _FAILURES else ""
-        return f"no replacement for a lost worker could be started ({error}){last}"
+        return f"no replacement for a lost process could be started ({error}){last}"
 
     def _look_who_stays(self, now_s: float) -> None:
         self._joined |= {number: now_s for number, since_s in self._joined.items() if since_s is None}
