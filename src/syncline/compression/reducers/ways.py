@@ -17,8 +17,8 @@ codecs whose payloads can be merged (global top-k, Shi et al., ICDCS 2019). One 
 down the tree, whatever the number of ranks. A merge adds the elements that it drops to the merging rank's residual, so
 no gradient is lost.
 
-The module also describes the messages of a bucket without any gradients (``parts_of``, ``traffic``, ``moved_bytes``),
-for predictions. The sizes come from the code that cuts, encodes and sends, so predictions match runs. Payloads without
+The module also describes the messages of a bucket without any gradients (``parts_of``, ``traffic``), for
+predictions. The sizes come from the code that cuts, encodes and sends, so predictions match runs. Payloads without
 a fixed size count with their expected bytes.
 """
 
