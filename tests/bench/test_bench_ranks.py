@@ -301,8 +301,9 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_ring_on_pyzmq_is_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["allreduce", "all-gather"])
+def test_the_ring_on_pyzmq_is_right(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("zmq")
-    for row in bench(tmp_path, "allreduce", "pyzmq:ring", "zmq:ring", ranks=3, sizes=(1004, 12_000_000), repetitions=1):
+    for row in bench(tmp_path, kind, "pyzmq:ring", "zmq:ring", ranks=3, sizes=(1004, 12_000_000), repetitions=1):
         assert row["error"] is None
         assert row["correct"]

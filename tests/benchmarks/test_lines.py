@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contender", ["alone", "backend", "lines"])
+@pytest.mark.parametrize("contender", ["alone", "gloo", "backend", "lines"])
 def test_a_contender_trains(contender: str, program: Callable[[str], ModuleType]) -> None:
     lines = program("lines")
     assert contender in lines.CONTENDERS

@@ -30,6 +30,7 @@ def failures(group: Group, *parts: str) -> None:
     [
         ("ring transport=shm", 2),
         ("direct transport=shm", 3),
+        pytest.param("ring transport=tcp", 3, marks=pytest.mark.slow),
         ("double_tree transport=tcp", 4),
     ],
 )

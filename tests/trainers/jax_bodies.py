@@ -442,6 +442,7 @@ def prepared(place: Place) -> Any:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "apply_if_finite": lambda made: optax.apply_if_finite(made, 5),
     "MultiSteps": lambda made: optax.MultiSteps(made, 2).gradient_transformation(),
+    "conditionally_transform": lambda made: optax.conditionally_transform(made, lambda step: step != 1),
 }
 """What skips steps."""
 

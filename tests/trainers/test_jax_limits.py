@@ -167,7 +167,7 @@ def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, 
     is_told_of(tmp_path, {"jax": module}, "syncline.jax", says)
 
 
-@pytest.mark.parametrize("name", ["apply_if_finite", "MultiSteps"])
+@pytest.mark.parametrize("name", ["apply_if_finite", "MultiSteps", "conditionally_transform"])
 def test_what_skips_steps_belongs_inside(tmp_path: Path, name: str) -> None:
     """Around an exchange, a rank that skips would pair its gradients with others' of another step."""
     for said in ranks(tmp_path, "jax_bodies.wrapped_around", WORKERS, name).found():
