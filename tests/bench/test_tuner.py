@@ -330,8 +330,10 @@ def test_codecs_that_are_predicted_to_be_fast_are_measured_first() -> None:
     assert "gains" in found.explanation
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("schedule", ["fixed(bucket=1MiB)", "merged", "priority(slice=2MiB)"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["fixed(bucket=1MiB)", pytest.param("merged", marks=pytest.mark.slow), "priority(slice=2MiB)"],
+)
 def test_an_architecture_that_is_left_open_is_predicted_as_the_best_with_the_same_words(schedule: str) -> None:
     asked = request_of(workers=4, strategy=f"schedule={schedule} transport=tcp", lossy=True)
     found = tuned(asked, Networked(by_schedule, lambda _: FALLING))

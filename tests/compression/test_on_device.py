@@ -97,7 +97,7 @@ def same(one: Ranks, other: Ranks) -> None:
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("text", {text.partition("(")[0]: text for text in THERE}.values())
+@pytest.mark.parametrize("text", {text.partition("(")[0]: text for text in reversed(THERE)}.values())
 def test_a_device_gives_the_bits_of_the_host(text: str) -> None:
     here, there = Mixed(text, 2, there=False), Mixed(text, 2, there=True)
     for group in (here, there):

@@ -156,7 +156,9 @@ def averages_out(text: str) -> bool:
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("text", {text.partition("(")[0]: text for text in KEEPING if averages_out(text)}.values())
+@pytest.mark.parametrize(
+    "text", {text.partition("(")[0]: text for text in reversed(KEEPING) if averages_out(text)}.values()
+)
 def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> None:
     """Error feedback and unbiasedness alike: what a codec does to one step averages out."""
     chosen = codec(text)

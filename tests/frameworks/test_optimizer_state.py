@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from toy import (
-    OPTIMIZERS,
     SERVED,
     STRATEGIES,
     Here,
@@ -28,7 +27,10 @@ from toy import (
 )
 
 
-@pytest.mark.parametrize(("strategy", "optimizer"), [*zip(STRATEGIES, cycle(OPTIMIZERS))])
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [*zip(STRATEGIES, ["sgd", "adagrad", "momentum", "adam", "adam", "momentum"], strict=True)],
+)
 def test_the_optimizers_state_is_that_of_one_worker(group: Any, strategy: str, optimizer: str) -> None:
     def body(here: Here) -> dict[str, Any]:
         train(here, range(3))

@@ -19,9 +19,12 @@ from syncline.session.session import Session
 STAGED = " staged"
 """After a strategy: the model lives on a device, for which the CPU stands in, and is copied to and fro."""
 REPLICAS = ["direct", "ps(servers=2, update=worker)", "ring schedule=wait_free" + STAGED]
-SERVED = ["ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)", "ps(servers=1)" + STAGED]
+SERVED = ["ps(servers=2, on=workers)", "ps(servers=2) schedule=wait_free", "ps(servers=1)" + STAGED]
 STRATEGIES = REPLICAS + SERVED
-"""Each way in which an adapter can work, once; ``matrix`` has the combinations."""
+"""Each way in which an adapter can work, once; ``test_matrix`` combines more of them with rules and codecs.
+
+Where two values take turns beside them, replicas, servers and staged models get both.
+"""
 
 Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
 

@@ -128,14 +128,13 @@ def expected(log: Path, strategy: str) -> dict[int, np.ndarray[Any, Any]]:
     return {number: one.weights for number, one in course.replicas.items()}
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "happens", "goes_back"),
     [
         ("ring sync=local(steps=3)", {"1": ("before", 4)}, 3),
-        ("sync=diloco(steps=3) transport=tcp", {"0": ("after", 8)}, 6),
+        pytest.param("sync=diloco(steps=3) transport=tcp", {"0": ("after", 8)}, 6, marks=pytest.mark.slow),
         ("sync=easgd(steps=2)", {"2": ("before", 5)}, 4),
-        ("sync=gossip(steps=2) transport=tcp", {"0": ("before", 7)}, 6),
+        pytest.param("sync=gossip(steps=2) transport=tcp", {"0": ("before", 7)}, 6, marks=pytest.mark.slow),
         ("sync=post_local(after=4, steps=4)", {"1": ("before", 2), "2": ("before", 6)}, 4),
     ],
 )

@@ -61,14 +61,13 @@ def lost(
         assert [group.ranks[index].status for index in left] == [0] * len(left)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "plan"),
     [
         (f"{APART} {BOUND}", {"0": ("pushed", 3), "2": ("before", 6)}),
-        (f"{APART} sync=asp(rate=own)", {"1": ("after", 1)}),
+        pytest.param(f"{APART} sync=asp(rate=own)", {"1": ("after", 1)}, marks=pytest.mark.slow),
         (f"{TWO} {BOUND}", {"1": ("pushed", 3)}),
-        (f"{THREE} {BOUND}", {"1": ("pushed", 1), "3": ("updated", 3)}),
+        pytest.param(f"{THREE} {BOUND}", {"1": ("pushed", 1), "3": ("updated", 3)}, marks=pytest.mark.slow),
         (f"{ON_WORKERS} {BOUND}", {"0": ("pushed", 3), "1": ("updated", 6)}),
     ],
 )

@@ -35,7 +35,10 @@ CASES = [
     for strategy, victims in (("ring", [1]), (SERVED, [1, WORKERS]))
     for victim in victims
     for transport, number in (("shm", signal.SIGKILL), ("tcp", signal.SIGSTOP))
-] + [(f"{SERVED} codec=int8 transport=tcp", 1, signal.SIGKILL)]
+] + [
+    (f"{SERVED} codec=int8 transport=tcp", 1, signal.SIGKILL),
+    pytest.param(f"{SERVED} transport=tcp", WORKERS, signal.SIGKILL, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.every(2)
@@ -237,7 +240,6 @@ ENDINGS: list[Any] = [
 ENDINGS += [("ring schedule=split", "is stopped", "call"), ("ring schedule=delayed", "is stopped", "exit")]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("kind", "fault", "end"), ENDINGS)
 def test_a_rank_that_is_lost_at_the_end_fails_the_others(
     pool: Pool, address: str, kind: str, fault: str, end: str

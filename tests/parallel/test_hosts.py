@@ -67,6 +67,7 @@ def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, time
     [
         ("ring", [0, 0, 1, 1]),
         pytest.param("hierarchical", [0, 0, 1], marks=pytest.mark.slow),
+        pytest.param("direct", [0, 1, 1], marks=pytest.mark.slow),
         ("hierarchical(inside=native)", [0, 1, 1, 0]),
         pytest.param("hierarchical(inside=native)", [0, 0, 0], marks=pytest.mark.slow),
     ],
@@ -89,9 +90,9 @@ CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
     [
         ("auto", [0, 0, 1, 1], 4),
         pytest.param("ps(servers=2, update=worker)", [0, 0, 0, 1], 2, marks=pytest.mark.slow),
-        pytest.param("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4, marks=pytest.mark.slow),
         ("ps(servers=2, on=workers, local=on) schedule=wait_free", [0, 0, 1, 1], 4),
         ("hierarchical(inside=native) schedule=priority(slice=64B)", [0, 1, 1], 3),
+        pytest.param("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4, marks=pytest.mark.slow),
     ],
 )
 def test_processes_on_several_hosts_train_as_one(

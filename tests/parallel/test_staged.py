@@ -20,12 +20,11 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
     return [[[index, world, address], *case] for index in range(world)]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("strategy", "nodes", "workers"),
     [
         ("direct transport=shm", [0, 0, 0], 3),
-        ("ring schedule=wait_free", [0, 0, 1], 3),
+        pytest.param("ring schedule=wait_free", [0, 0, 1], 3, marks=pytest.mark.slow),
         ("ps(servers=2, on=workers) transport=tcp", [0, 0], 2),
     ],
 )

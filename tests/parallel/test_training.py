@@ -31,9 +31,9 @@ QUICK = ["ring", "direct", "ps(servers=1)", "ps(servers=2, on=workers)", "ps(ser
     ("strategy", "workers", "transport"),
     [
         *((strategy, *case) for strategy, case in zip(QUICK, cycle(((3, "tcp"), (4, "shm"))))),
-        *(pytest.param(strategy, 3, "tcp", marks=pytest.mark.slow) for strategy in STRATEGIES if strategy not in QUICK),
         ("ps(servers=1)", 2, "shm"),
         ("tree", 2, "shm"),
+        *(pytest.param(strategy, 3, "tcp", marks=pytest.mark.slow) for strategy in STRATEGIES if strategy not in QUICK),
     ],
 )
 def test_processes_train_as_one(pool: Pool, address: str, strategy: str, workers: int, transport: str) -> None:

@@ -78,12 +78,11 @@ def start(
         return group.results()
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("nodes", "strategy", "printed"),
     [
         ([0, 0], "auto", "schedule=fixed transport=shm"),
-        ([0, 0, 0], "transport=tcp", "schedule=fixed transport=tcp"),
+        pytest.param([0, 0, 0], "transport=tcp", "schedule=fixed transport=tcp", marks=pytest.mark.slow),
         ([0, 0, 1], "schedule=fifo", "schedule=fifo"),
     ],
 )

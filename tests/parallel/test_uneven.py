@@ -13,7 +13,7 @@ from pool import Pool
 
 CASES = [
     ("ps(servers=1)", 1, "tcp"),
-    ("ps(servers=2, on=workers)", 0, "shm"),
+    pytest.param("ps(servers=2, on=workers)", 0, "shm", marks=pytest.mark.slow),
     ("ps(servers=2, update=worker)", 2, "shm"),
 ]
 
@@ -30,7 +30,6 @@ def by_a_ring(pool: Pool, addresses: Callable[[], str]) -> list[Any]:
     return trained(pool, addresses(), "ring", 0, "tcp")
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("strategy", "servers", "transport"), CASES)
 def test_owners_give_what_a_ring_gives(
     pool: Pool, address: str, by_a_ring: list[Any], strategy: str, servers: int, transport: str

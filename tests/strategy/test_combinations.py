@@ -365,11 +365,11 @@ _ELASTIC = (
 )
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("joins", [False, True])
-def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes(joins: bool) -> None:
-    refused = taken = 0
-    for architecture, sync, codec, schedule, transport in itertools.product(*_ELASTIC):
+def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes() -> None:
+    """Half of them are asked for a run that others may join, by a turn without a period."""
+    refused, taken = [0, 0], [0, 0]
+    for number, (architecture, sync, codec, schedule, transport) in enumerate(itertools.product(*_ELASTIC)):
+        joins = number.bit_count() % 2 == 1
         text = f"{architecture} sync={sync} codec={codec} schedule={schedule} transport={transport}"
         try:
             given = Strategy.parse(text)
@@ -377,9 +377,9 @@ def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes(joi
             continue
         try:
             check_elastic(given, joins=joins)
-            taken += 1
+            taken[joins] += 1
         except NotBuiltError as error:
-            refused += 1
+            refused[joins] += 1
             asked, use, *more = re.findall(r" '([^']+)'", str(error))
             assert asked == str(given)
             check_elastic(Strategy.parse(use), joins=joins)
@@ -387,5 +387,5 @@ def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes(joi
             for other in more:  # with a run that nobody joins
                 assert joins
                 check_elastic(Strategy.parse(other), joins=False)
-    assert refused > 50
-    assert taken > 5
+    assert min(refused) > 25
+    assert min(taken) > 2

@@ -276,7 +276,6 @@ BROKEN: dict[str, list[Codec]] = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("law", LAWS.names)
 def test_a_broken_codec_is_caught_by_the_law(law: str) -> None:
     for codec in BROKEN[law]:
