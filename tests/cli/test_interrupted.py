@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,8 +19,12 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 120.0
 
-SCRIPT = "import sys; from syncline_bench.cli import main; sys.exit(main())"
-"""The installed script. Under -m Python may end by SIGINT, where it came inside an exec(), whatever main says."""
+SCRIPT = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+SCRIPT += "from syncline_bench.cli import main; sys.exit(main())"
+"""The installed script. Under -m Python may end by SIGINT, where it came inside an exec(), whatever main says.
+
+A job in the background, as the tests may be, ignores SIGINT.
+"""
 
 VERBS: dict[str, tuple[tuple[str, ...], str]] = {
     "compare": (("--workers", "2", "--strategies", "ring", "--iterations", "100000"), "single: starting"),
@@ -52,7 +55,6 @@ class Command:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
             )
         self._works = self._has_loaded_numpy if verb == "reproduce" else lambda: len(self.alive) > 1
         self._says = says
