@@ -209,7 +209,7 @@ def check_epoch(epoch: object) -> None:
 
 
 class Log(Protocol):
-    """What keeps the samples of steps."""
+    """Keeps the samples of steps."""
 
     def write(self, epoch: int, step: int, samples: Sequence[int]) -> None:
         """Add a step, with its number in the epoch."""

@@ -1,4 +1,4 @@
-"""What outlives a session: the models of an elastic run, and what their workers go back to."""
+"""Models of an elastic run as they outlive a session, and the values to which their workers go back."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Lasting(Protocol):
 
 @dataclass(frozen=True)
 class Mark:
-    """What a worker goes back to if its next step breaks, or an exchange of weights after several.
+    """The values to which a worker goes back if its next step breaks, or an exchange of weights after several.
 
     ``models`` has the marks of its prepared models (``frameworks.torch.prepare.Mark``).
     """
@@ -89,7 +89,8 @@ class Mark:
             model.put_back()
         for go_back in self.positions:
             go_back()
-        for one, state in zip(self.shared, unpacked(self.states), strict=True):
+        states = unpacked(self.states) if self.shared else ()
+        for one, state in zip(self.shared, states, strict=True):
             one.load_state_dict(state)
 
 

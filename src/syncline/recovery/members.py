@@ -68,7 +68,7 @@ class Members:
     def _marked(self) -> Mark:
         models = [made.mark() for made in process.prepared]
         if not any(model.whole for model in models):
-            return Mark(self._keeper.finished, models, (), (), packed([]))
+            return Mark(self._keeper.finished, models, (), (), b"")
         shared = self._shared()
         positions = [sampler.mark() for sampler in process.session.global_batches]
         return Mark(self._keeper.finished, models, positions, shared, packed([one.state_dict() for one in shared]))
@@ -132,7 +132,10 @@ class Members:
     def _watch(self, session: Session) -> None:
         """Note what happens to the models of a session, and let it end when a worker joins."""
         for made in process.prepared:
-            made.replica.listeners.begins, made.replica.trained.after_average = self._begins, self._keeper.finish
+            trained = made.replica.trained
+            trained.after_average = self._keeper.finish
+            if trained.weights is not None or next(made.model.buffers(), None) is not None:  # else a step marks nothing
+                made.replica.listeners.begins = self._begins
         if not self._line.most:
             return
         session.renewed = self.agreement.is_asked
@@ -223,7 +226,7 @@ class Members:
         self._steps = self._steps + alone if mark is None else mark.models[0].steps
 
     def _hold(self, session: Session) -> list[Held | None]:
-        """What this worker has of each model in parts; None for a model that every worker has whole."""
+        """This worker's parts of each model; None for a model that every worker has whole."""
         if session.alone and session.strategy.server_holds_weights:
             return [given.hold_whole(self._keeper.view.number, self._keeper.finished) for given in self.given]
         before = zip(process.prepared, self._earlier, strict=True) if session.is_worker else ()
@@ -349,7 +352,7 @@ def _check_samplers(session: Session) -> None:
 
 
 def _terms_of(given: Sequence[Lasting]) -> dict[str, str]:
-    """What all processes must have in common, workers and servers."""
+    """The terms that all processes must have in common, workers and servers."""
     model = "; ".join(one.described for one in given)
     return {"version": __version__, "strategy": process.strategy, "elastic": str(process.range), "model": model}
 

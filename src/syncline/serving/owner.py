@@ -355,11 +355,11 @@ class HeldParts:
 
     @property
     def told(self) -> list[dict[str, Any]]:
-        """What others have to know where each push is an update by itself: the turns of each view, and the samples."""
+        """The turns of each view and the samples, for others, where each push is an update by itself."""
         return []
 
     def catch_up(self, ahead: Mapping[str, Any]) -> None:
-        """Make the updates of the turns that the owner had who has told this, in the same session."""
+        """Make the updates whose turns another owner of the same session has told."""
 
 
 class HeldShards(HeldParts):

@@ -74,7 +74,7 @@ class Account:
         return any(start <= part.start and part.stop <= stop for start, stop in self._ranges.get(epoch, ()))
 
     def left(self, epoch: int, samples: int) -> list[range]:
-        """What is missing of an epoch of that many samples, in order."""
+        """The missing ranges of an epoch of that many samples, in order."""
         edges = [0, *(edge for pair in self._ranges.get(epoch, ()) for edge in pair), samples]
         return [range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
@@ -170,7 +170,7 @@ def are_samples(value: Any) -> bool:
 
 
 def counted_in(told: Any) -> Counted:
-    """What another process has counted. ValueError for anything else."""
+    """The account of another process. ValueError for anything else."""
     if not isinstance(told, list) or not all(are_samples(one) for one in told):
         raise ValueError(f"no list of samples: {told!r:.200}")
     return Account([(epoch, start, stop) for epoch, start, stop in told]).counted
