@@ -30,5 +30,16 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleT
         return sys.modules[name]
 
     yield load
-    for name in {"gpu", "same", "way", "lines", "mutants", "ranks", "combinations", "trainings", "tuning"} - before:
+    for name in {
+        "gpu",
+        "same",
+        "way",
+        "lines",
+        "mutants",
+        "ranks",
+        "combinations",
+        "trainings",
+        "tuning",
+        "replays",
+    } - before:
         sys.modules.pop(name, None)
