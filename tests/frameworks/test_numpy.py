@@ -67,7 +67,7 @@ def test_buckets_arrive_while_backward_goes_on(group: Any, strategy: str) -> Non
             return
         _, optimizer = handed.result
         optimizer.produced("scale", np.float64(session.rank))
-        made = optimizer._steps._model
+        made = optimizer._steps
         session.engine.wait(made.trained._works[BucketPhase(0, 0, "allreduce")])
         assert (made.gradients.tensors[3] == 0.5).all()
         optimizer.step({name: array for name, array in gradient(0).items() if name != "scale"})
@@ -362,7 +362,7 @@ def test_a_codec_that_was_chosen_is_taken_up_and_one_without_its_state_warns(gro
         if session.rank == 1:
             with pytest.warns(UserWarning, match="lacks the residuals"):
                 optimizer.load_state_dict(known)
-        return str(session.strategy), str(optimizer._steps._model.exchange.compression._codec)
+        return str(session.strategy), str(optimizer._steps.exchange.compression._codec)
 
     for strategy, codec in group("ring codec=int8", 2, body):
         assert "codec=feedback(topk(ratio=0.3))" in strategy

@@ -60,7 +60,7 @@ def test_arrays_can_be_prepared_any_number_of_times(group: Any) -> None:
         for _ in range(20):
             optimizer = prepare(session, arrays)
             optimizer.step({"a": np.ones(3)})
-            before.append(weakref.ref(optimizer._steps._model))
+            before.append(weakref.ref(optimizer._steps))
         assert [made() is None for made in before] == [True] * 19 + [False]
         return arrays["a"]
 

@@ -311,7 +311,7 @@ class Trainer:
         ``gradients`` has, by name, the gradients that ``produced`` has not reported. They are sent in the order in
         which backward passes produce them.
         """
-        self._steps.step(gradients or {})
+        self._steps.step_with(gradients or {})
 
     def drop(self) -> None:
         """Discard this rank's gradients since the last step, because their pass was abandoned.
@@ -335,50 +335,38 @@ class Trainer:
         self._steps.load_state_dict(state)
 
 
-class Together:
+class Together(FlatModel):
     """The steps of several workers."""
 
     def __init__(self, session: Session, weights: ArrayWeights, weight: object) -> None:
         rule = partial(described, weights.optimizer, values=session.strategy.sync_mode().merges)
         build, weighs = partial(Sliced, weights.optimizer), weight_of_batches(session, weight)
-        self._model = FlatModel(session, weights.specs, weights, build, weights.footprint, rule, weighs)
+        super().__init__(session, weights.specs, weights, build, weights.footprint, rule, weighs)
         self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def give(self, name: str, gradient: Any, *, tells: bool) -> None:
         """Take a gradient; ``tells``: backward is still running."""
         number = self._numbers.get(name)
         if number is None:
-            raise self._model.fault(_unknown(name))
+            raise self.fault(_unknown(name))
         if not isinstance(gradient, np.ndarray):
             try:
                 gradient = host_array(gradient, f"the gradient of {name!r}")
             except UsageError as error:
-                raise self._model.fault(str(error)) from error
-        self._model.produced(number, gradient, tells=tells)
+                raise self.fault(str(error)) from error
+        self.produced(number, gradient, tells=tells)
 
-    def step(self, rest: Mapping[str, Any]) -> None:
+    def step_with(self, rest: Mapping[str, Any]) -> None:
+        """Make a step with the gradients that were given, and these."""
         for name in _backward(self._numbers, rest):
             self.give(name, rest[name], tells=False)
-        self._model.step()
-
-    def drop(self) -> None:
-        self._model.drop()
+        self.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return save(self._model)
+        return save(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load(self._model, state)
-
-    def resume_at(self, step: int) -> None:
-        self._model.resume_at(step)
-
-    def close(self) -> None:
-        self._model.close()
-
-    @property
-    def count(self) -> int:
-        return self._model.steps
+        load(self, state)
 
 
 class Alone:
@@ -390,14 +378,14 @@ class Alone:
         self._flat = [place.reshape(-1) for place in self._places.values()]
         self._given: set[str] = set()
         self._own = dict.fromkeys(weights.arrays, np.empty(0))  # the gradients of a part as they were given
-        self.count = 0
+        self.steps = 0
 
     def give(self, name: str, gradient: Any, *, tells: bool) -> None:  # noqa: ARG002 - nothing is sent
         """Keeps a copy, so the script may overwrite its memory before the step."""
         self._take(name, gradient)
         self._given.add(name)
 
-    def step(self, rest: Mapping[str, Any]) -> None:
+    def step_with(self, rest: Mapping[str, Any]) -> None:
         arrays = self._weights.arrays
         for name in rest:
             self._take(name, rest[name])
@@ -408,22 +396,22 @@ class Alone:
             if not self._sums.add(list(self._own.values())):
                 return
             self._flat = list(self._sums.mean)
-        self.count += 1
+        self.steps += 1
         self._weights.update(self._flat)
 
     def drop(self) -> None:
         self._given.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return save_alone(self._session, self._weights.specs, self._weights, self.count)
+        return save_alone(self._session, self._weights.specs, self._weights, self.steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ignores the state of codecs."""
-        self.count = load_alone(self._weights.specs, self._weights, state)
+        self.steps = load_alone(self._weights.specs, self._weights, state)
         self._given.clear()
 
     def resume_at(self, step: int) -> None:
-        self.count = step
+        self.steps = step
 
     def close(self) -> None:
         """There is nothing to free."""
@@ -508,7 +496,7 @@ class Arrays(LastsWhole):
         weights, values = self.weights, Values(self.weights.optimizer)
         before = values.state_dict()
         arrays, states = [array.copy() for array in weights.arrays.values()], copy.deepcopy(weights.states)
-        count = self.trainer._steps.count
+        count = self.trainer._steps.steps
 
         def put_back() -> None:
             for array, kept in zip(weights.arrays.values(), arrays, strict=True):
@@ -521,7 +509,7 @@ class Arrays(LastsWhole):
 
     def copy_again(self, session: Session, root: int, whole: bool) -> None:  # noqa: ARG002 - each worker has it whole
         """Take over the arrays and states of ``root``, its attributes and its number of steps."""
-        self._made = self.trainer._steps.count if self._put_back is None else self._put_back
+        self._made = self.trainer._steps.steps if self._put_back is None else self._put_back
         self._put_back, values = None, Values(self.weights.optimizer)
         if session.alone:
             return
