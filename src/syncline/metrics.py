@@ -339,7 +339,7 @@ class _Collector:
         for name, text, peers in self._by_peer(stats):
             yield _made("Counter", name, text, rank, [({"peer": peer}, value) for peer, value in peers])
         for name, text, count, total in summaries_of(stats):
-            yield _summary(name, text, rank, count, total)
+            yield _made("Summary", name, text, rank, [({}, (count, total))])
         if stats.compression_error is not None:
             text = "Norm of this rank's residuals divided by the norm of its gradients, in the last measured step."
             yield _made("Gauge", "syncline_compression_error", text, rank, [({}, stats.compression_error)])
@@ -383,20 +383,12 @@ def summaries_of(stats: Stats) -> Iterable[tuple[str, str, int, float]]:
             yield name, text, sum(counts.values()), float(total_of(counts))
 
 
-def _made(kind: str, name: str, text: str, rank: str, values: list[tuple[dict[str, str], float]]) -> Any:
-    """A metric family of prometheus-client with one value for each set of labels."""
+def _made(kind: str, name: str, text: str, rank: str, values: list[tuple[dict[str, str], Any]]) -> Any:
+    """A metric family of prometheus-client with one value, of a summary number and sum, for each set of labels."""
     from prometheus_client import core
 
     labels = list(values[0][0]) if values else []
     family = getattr(core, f"{kind}MetricFamily")(name, text, labels=["rank", *labels])
     for labelled, value in values:
-        family.add_metric([rank, *labelled.values()], value)
-    return family
-
-
-def _summary(name: str, text: str, rank: str, count: int, total: float) -> Any:
-    from prometheus_client.core import SummaryMetricFamily
-
-    family = SummaryMetricFamily(name, text, labels=["rank"])
-    family.add_metric([rank], count_value=count, sum_value=total)
+        family.add_metric([rank, *labelled.values()], *(value if kind == "Summary" else [value]))
     return family
