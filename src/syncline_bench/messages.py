@@ -1,8 +1,9 @@
 """The connections between the process that starts a measured run (the starter) and the processes of the run.
 
-Owns the ``Job``, which is a command-line argument, and one connection per process. Both ends send JSON objects, one per
-line: reports to the starter, orders to the processes. Nothing is pickled, and the meaning of the objects is left to the
-callers. A line that is not JSON fails the run with an error that names the process.
+Owns the ``Task`` in a process's command line, such as the ``Job`` of one that trains, and one connection per process.
+Both ends send JSON objects, one per line: reports to the starter, orders to the processes. Nothing is pickled, and the
+meaning of the objects is left to the callers. A line that is not JSON fails the run with an error that names the
+process.
 
 On one machine a connection is a pair of pipes per process, so that long lines of different processes never mix. A
 launcher passes no descriptors on, so a process opens its pipes as files of the starter in /proc, and no named pipe can
@@ -28,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from syncline.errors import GroupError, HandshakeError, SynclineError, UsageError
 from syncline.launch.address import interface_address, own_address
@@ -36,7 +37,7 @@ from syncline.launch.environment import Environment
 from syncline.wire.handshake import Hello, run_id
 from syncline.wire.listener import Doors, bind_here, dial, open_door
 
-from .report.files import finite
+from .report.files import finite, typed
 
 START_S = 120.0
 """The time limit for all processes of a launcher to connect. A launcher may load programs from a slow disk."""
@@ -59,8 +60,26 @@ _NETWORK = Path("/proc/self/ns/net")
 Message = Mapping[str, Any]
 
 
+_T = TypeVar("_T", bound="Task")
+
+
 @dataclass(frozen=True)
-class Job:
+class Task:
+    """The base of what a process is told to do, as JSON in its command line."""
+
+    def to_json(self) -> str:
+        """The task as an argument."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls: type[_T], text: str) -> _T:
+        """The task from the process's argument."""
+        found: _T = typed(cls, json.loads(text))
+        return found
+
+
+@dataclass(frozen=True)
+class Job(Task):
     """The task of one process. ``batch`` is the global batch, ``iterations`` the length of the whole run.
 
     ``evaluate_every`` is the number of steps between two evaluations, 0 for one evaluation per epoch; without
@@ -78,15 +97,6 @@ class Job:
     framework: str = "torch"
     warmup: int | None = None
     scored: bool = True
-
-    def to_json(self) -> str:
-        """The job as a command-line argument of the script."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """Read a job from the script's argument."""
-        return cls(**json.loads(text))
 
 
 class Connection:

@@ -14,7 +14,6 @@ workers, so strategies with separate server processes are not supported.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from syncline.nouns import Layer, Spec
 from .calibration.command import Request, calibrated
 from .cases import Case
 from .frameworks import Training, framework_of
-from .messages import Job, Message
+from .messages import Job, Message, Task
 from .predict.networks import parse_network, to_json
 from .processes import Progress, Reports
 from .ranks import Launched, Line, Ranks
@@ -53,7 +52,7 @@ _LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
-class Seats:
+class Seats(Task):
     """The work of every rank: its workload and framework."""
 
     workload: str
@@ -141,8 +140,9 @@ class WarmRanks:
         if self._ranks is None:
             environ = framework_of(self._seats.framework).capabilities["environ"]
             place = Launched(LOCAL, environ, self._site)
-            work = json.dumps(asdict(self._seats))
-            made = Ranks(work, self._workers, place, SCRIPT, START_SILENCE_S, last_words_s=_LAST_WORDS_S)
+            made = Ranks(
+                self._seats.to_json(), self._workers, place, SCRIPT, START_SILENCE_S, last_words_s=_LAST_WORDS_S
+            )
             self._ranks = made.__enter__()
         return self._ranks
 
@@ -159,7 +159,7 @@ def _layers(told: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 def main(text: str, lines: str) -> None:
     """Run one rank until the orders end. A failure is reported to the starter before it ends the process."""
-    seats, place = Seats(**json.loads(text)), recognise()
+    seats, place = Seats.from_json(text), recognise()
     line = Line(lines, place)
     with line.telling():
         cast("type[Training]", framework_of(seats.framework).target).loaded()

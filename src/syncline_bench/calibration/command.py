@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from syncline.strategy.words import AUTO
 from ..collectives.request import MOST_RANKS
 from ..display import Display, console_beside
 from ..machine import provenance
+from ..messages import Task
 from ..predict.networks import to_json
 from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.predictions import render_constants
@@ -48,8 +49,8 @@ DEFAULT_RANKS = 2
 
 
 @dataclass(frozen=True)
-class Request:
-    """The checked arguments of a calibration, which each rank receives as JSON.
+class Request(Task):
+    """The checked arguments of a calibration, which each rank receives.
 
     ``ranks`` is the number of ranks to start on this machine, or in a lab with links of ``lab_rate`` and ``per_host``
     ranks on each host; None if the user gave no number. The ranks meet with ``strategy``. ``ways`` are codecs with or
@@ -70,16 +71,6 @@ class Request:
     def path(self) -> Path | None:
         """The path of the network file, or None. Raises UsageError if it cannot be written."""
         return result_paths({"-o": self.output})[0]
-
-    def to_json(self) -> str:
-        """The request as a command-line argument for the ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        """Read the request from a rank's command-line argument."""
-        fields = json.loads(text)
-        return cls(**{**fields, "ways": tuple((codec, feedback) for codec, feedback in fields["ways"])})
 
 
 def request_of(

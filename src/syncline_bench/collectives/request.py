@@ -7,11 +7,10 @@ this, and the others run. Starts nothing.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from syncline.launch.mpi_library import LIBRARIES, MpiLibrary
 from syncline.nouns import Rate
 
 from ..machine import available_memory_bytes
+from ..messages import Task
 from ..report.bench import Measured
 from .contenders import Name, check_name, read_name
 from .kinds import ITEM_BYTES, Collective, collective
@@ -210,8 +210,8 @@ TURNS = 6
 
 
 @dataclass(frozen=True)
-class Work:
-    """The task of one set of ranks, which they get as JSON in their command line.
+class Work(Task):
+    """The task of one set of ranks.
 
     They measure ``contender``, or the limits if it is empty: copies, and sockets too with ``link``. No array is larger
     than ``most_bytes``.
@@ -221,15 +221,6 @@ class Work:
     contender: str
     most_bytes: int
     link: bool = False
-
-    def to_json(self) -> str:
-        """The task as an argument for the ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Work:
-        """The task from a rank's argument."""
-        return cls(**json.loads(text))
 
 
 def turns_of(repetitions: int) -> Sequence[int]:

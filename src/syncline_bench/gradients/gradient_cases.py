@@ -23,10 +23,9 @@ move them; between ranks the other forms divide in another read and write, two p
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
@@ -34,6 +33,7 @@ from syncline.errors import UsageError
 from syncline.strategy.grammar import nearest
 
 from ..machine import available_memory_bytes
+from ..messages import Task
 from ..report.bench import BARE, CONTIGUOUS
 from ..report.units import size as size_text
 from ..workloads import layers, load
@@ -146,23 +146,12 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Work:
-    """The task of one set of ranks, which they get as JSON in their command line."""
+class Work(Task):
+    """The task of one set of ranks."""
 
     models: tuple[Model, ...]
     forms: tuple[str, ...]
     repetitions: int
-
-    def to_json(self) -> str:
-        """The task as an argument for the ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Work:
-        """The task from a rank's argument."""
-        fields = json.loads(text)
-        models = tuple(Model(item["workload"], tuple(map(tuple, item["shapes"]))) for item in fields["models"])
-        return cls(**{**fields, "models": models, "forms": tuple(fields["forms"])})
 
 
 def request_of(

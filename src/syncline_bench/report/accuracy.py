@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .comparison import BASELINE, Point, points
-from .files import ResultFile, grouped, known
+from .comparison import BASELINE, Point
+from .files import ResultFile, grouped
 
 DENSE = "direct"
 """The reference of a table of codecs: their architecture without a codec."""
@@ -98,7 +98,6 @@ class AccuracyResult(ResultFile):
     """
 
     verb: ClassVar = "accuracy"
-    lists: ClassVar = {"runs": lambda data: _run(data)}
     work: ClassVar = {
         "workload": "workload", "workers": "number of workers", "iterations": "length", "batch": "size of batches",
     }  # fmt: skip
@@ -182,10 +181,6 @@ class AccuracyResult(ResultFile):
             scatter_points=_scatter(found),
             within_scatter=within,
         )
-
-
-def _run(data: Mapping[str, Any]) -> AccuracyRun:
-    return AccuracyRun(**{**known(AccuracyRun, data), "curve": points(data.get("curve", ()))})
 
 
 def render(result: AccuracyResult) -> Sheet:

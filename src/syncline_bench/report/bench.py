@@ -16,7 +16,7 @@ from syncline.tuning.codec_times import ANY_LINK_BIT_PER_S
 
 from . import units
 from .columns import Column, Sheet, Table
-from .files import ResultFile, grouped, reader
+from .files import ResultFile, grouped
 
 PEERS = (
     "gloo:native",
@@ -110,7 +110,6 @@ class BenchResult(ResultFile):
 
     verb: ClassVar = "bench"
     work: ClassVar = {"commit": "commit"}
-    lists: ClassVar = {"rows": reader(Measured)}
 
     rows: tuple[Measured, ...] = ()
 
@@ -168,7 +167,6 @@ class GradientResult(ResultFile):
     """A whole run: where and with what it was measured, and its rows."""
 
     verb: ClassVar = "bench gradients"
-    lists: ClassVar = {"rows": reader(GradientRow)}
 
     rows: tuple[GradientRow, ...] = ()
 
@@ -203,7 +201,6 @@ class CodecResult(ResultFile):
     """A whole run; ``workers`` is the number of ranks of the allreduce for ``pays_below_bit_per_s``."""
 
     verb: ClassVar = "bench codecs"
-    lists: ClassVar = {"rows": reader(CodecRow)}
 
     elements: int
     repetitions: int
@@ -246,7 +243,6 @@ class StepResult(ResultFile):
     """A whole run: machine, versions and request, and its rows; ``load`` is the machine's load after the run."""
 
     verb: ClassVar = "bench steps"
-    lists: ClassVar = {"rows": reader(StepRow)}
 
     strategy: str
     ranks: int

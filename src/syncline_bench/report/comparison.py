@@ -13,14 +13,14 @@ that of Shi and Chu, "Performance modeling and evaluation of distributed deep le
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .files import ResultFile, grouped, known
+from .files import ResultFile, grouped
 
 STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "step_s", "exposed_comm_s")
 """The parts of an iteration in chronological order; the last one overlaps none of the others.
@@ -151,7 +151,6 @@ class Result(ResultFile):
     """A whole comparison: machine, workload and rows, the single worker first."""
 
     verb: ClassVar = "compare"
-    lists: ClassVar = {"rows": lambda data: _row(data)}
 
     workload: str
     rows: tuple[Row, ...] = ()
@@ -164,6 +163,11 @@ class Result(ResultFile):
     """The goodput of one stream between two hosts, measured before the rows."""
     target: float | None = None
     """The target accuracy of ``time_to_accuracy_s``."""
+
+    @classmethod
+    def current(cls, data: Any) -> Any:
+        """The first versions wrote only the request of a row, which was the preset."""
+        return {**data, "rows": [{"preset": row.get("requested"), **row} for row in data["rows"]]}
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -198,24 +202,6 @@ class Result(ResultFile):
     def with_row(self, row: Row) -> Result:
         """This result with one more row at its end."""
         return dataclasses.replace(self, rows=(*self.rows, row))
-
-
-def _row(data: Mapping[str, Any]) -> Row:
-    found = known(Row, data)
-    if "preset" not in data:  # from a version that wrote only the preset
-        found["preset"] = data.get("requested")
-    for name in ("staleness", "version_lag"):
-        found[name] = {int(number): count for number, count in data.get(name, {}).items()}
-    for name in ("traffic", "waits"):
-        found[name] = tuple(tuple(line) for line in data.get(name, ()))
-    for name in ("steps", "compute_by_rank_s"):
-        found[name] = tuple(data.get(name, ()))
-    return Row(**{**found, "curve": points(data.get("curve", ()))})
-
-
-def points(data: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    """A curve of a result file."""
-    return tuple(Point(**known(Point, point)) for point in data)
 
 
 def render(result: Result) -> Sheet:

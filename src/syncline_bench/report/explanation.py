@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from . import units
 from .columns import Column, Table
-from .files import ResultFile, known, reader
+from .files import ResultFile
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -98,11 +98,6 @@ class Explanation(ResultFile):
     """
 
     verb: ClassVar = "explain"
-    lists: ClassVar = {
-        "causes": lambda data: _linked(Cause, data),
-        "changes": reader(Change),
-        "path": lambda data: _linked(Leg, data),
-    }
 
     file: str = ""
     kind: str = ""
@@ -227,10 +222,3 @@ class Explanation(ResultFile):
         if (gain := self._gain(change)) is not None:
             found += f", {units.percent(abs(gain))} {'less' if gain >= 0 else 'more'}"
         return f"{found}."
-
-
-def _linked(cls: type, data: Mapping[str, Any]) -> Any:
-    found = known(cls, data)
-    if found.get("link") is not None:
-        found["link"] = tuple(found["link"])
-    return cls(**found)

@@ -16,6 +16,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,8 +134,6 @@ class ResultFile:
 
     verb: ClassVar[str]
     """The command that made the result."""
-    lists: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]]
-    """The fields that are lists of dataclasses, each with a function that reads an item."""
     work: ClassVar[Mapping[str, str]] = {}
     """The fields that, beside those of the origin, must be equal in a result that is continued, with words for them."""
 
@@ -158,12 +157,18 @@ class ResultFile:
     def from_json(cls: type[_R], text: str) -> _R:
         """Read a result file's text back. Raises DataError for other text."""
         try:
-            data = json.loads(text)
-            data["machine"]  # present in all of these files, missing in others
-            lists = {name: tuple(map(read, data[name])) for name, read in cls.lists.items()}
-            return cls(**{**known(cls, data), **lists})
+            data = cls.current(json.loads(text))
+            for name in ("machine", *_lists_of(cls)):
+                data[name]  # present in all of these files, missing in others
+            found: _R = typed(cls, data)
+            return found
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
+
+    @classmethod
+    def current(cls, data: Any) -> Any:
+        """The content of a file, which an earlier version may have written, as this version writes it."""
+        return data
 
     def earlier(self: _R, path: Path) -> _R:
         """The result file of an earlier run, to be continued as this one.
@@ -206,49 +211,43 @@ def fields_of(cls: type) -> list[tuple[str, str]]:
     return [(item.name, " ".join(getattr(hints[item.name], "__metadata__", ("",)))) for item in dataclasses.fields(cls)]
 
 
-def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:
-    """A reader for the items of a list of plain dataclasses."""
-    return lambda data: cls(**known(cls, data))
+def _lists_of(cls: type) -> list[str]:
+    """The fields of a result that are lists of dataclasses."""
+    items = {item.name: get_args(get_type_hints(cls)[item.name])[:1] for item in dataclasses.fields(cls)}
+    return [name for name, (*one,) in items.items() if one and dataclasses.is_dataclass(one[0])]
 
 
-def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in a result file for the fields of a dataclass; keys of a later version are left out.
+def typed(hint: Any, value: Any, name: str = "it") -> Any:
+    """A JSON value as one of the annotated type; dataclasses leave out the keys of a later version.
 
-    Raises TypeError for a value of another type than the field's; null stands for not-a-number and infinities.
+    Null stands for not-a-number and infinities. Raises TypeError for a value of another type, called ``name``.
     """
-    found = {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
-    hints = get_type_hints(cls)
-    for name, value in found.items():
-        if value is not None and not _fits(value, hints[name]):
-            raise TypeError(
-                f"{name} is {value!r:.60}, which is not of type {getattr(hints[name], '__name__', hints[name])}"
-            )
-    return found
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value suits a field with this annotation."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
+    if value is None or kind is Any:
+        return value
     if kind in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if kind is Literal:
-        return value in inner
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind in (str, bool):
-        return isinstance(value, kind)
-    if kind in (tuple, list, Sequence):
-        items = inner[:1] if kind is not tuple or inner[1:] == (...,) else ()
-        return isinstance(value, (list, tuple)) and all(
-            one is None or _fits(one, item) for item in items for one in value
-        )
-    if kind in (dict, Mapping):
-        return isinstance(value, Mapping) and all(
-            one is None or _fits(one, inner[1]) for one in (value.values() if inner else ())
-        )
-    return True  # items are read by their own functions
+        for one in inner:
+            with suppress(TypeError):
+                return typed(one, value, name)
+    elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        hints = get_type_hints(kind)
+        known = [item.name for item in dataclasses.fields(kind) if item.name in value]
+        return hint(**{name: typed(hints[name], value[name], name) for name in known})
+    elif kind in (tuple, list, Sequence) and isinstance(value, list | tuple):
+        each = inner if kind is tuple and inner[1:] != (...,) else [(*inner, Any)[0]] * len(value)
+        if len(each) == len(value):
+            items = (typed(one, item, name) for one, item in zip(each, value, strict=True))
+            return list(items) if kind is list else tuple(items)
+    elif kind in (dict, Mapping) and isinstance(value, Mapping):
+        key, item = inner or (str, Any)
+        return {key(one): typed(item, its, name) for one, its in value.items()}  # JSON's keys are texts
+    elif (
+        (kind is Literal and value in inner)
+        or (kind is float and type(value) in (int, float))
+        or (kind in (int, str, bool) and type(value) is kind)
+    ):
+        return value
+    raise TypeError(f"{name} is {value!r:.60}, which is not of type {getattr(hint, '__name__', hint)}")
 
 
 def finite(value: Any) -> Any:

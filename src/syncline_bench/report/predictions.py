@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .files import ResultFile, grouped, reader
+from .files import ResultFile, grouped
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class CollectivePrediction(ResultFile):
     """
 
     verb: ClassVar = "predict --collective"
-    lists: ClassVar = {"rows": reader(CollectiveRow)}
 
     network: str
     about: str
@@ -126,7 +125,6 @@ class Prediction(ResultFile):
     """
 
     verb: ClassVar = "predict --workload"
-    lists: ClassVar = {"rows": reader(Predicted), "constants": reader(Stated)}
 
     workload: str
     rows: tuple[Predicted, ...]

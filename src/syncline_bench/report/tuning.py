@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .files import ResultFile, reader
+from .files import ResultFile
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Tuned(ResultFile):
     """
 
     verb: ClassVar[str] = "tune"
-    lists: ClassVar[Mapping[str, Any]] = {"tried": reader(Tried)}
     work: ClassVar = {
         "workload": "workload", "workers": "number of workers", "framework": "framework", "lab": "lab",
         "default": "strategy",

@@ -5,10 +5,9 @@ Owns the request, the turns of the frameworks, whose ranks run ``step_ranks``, a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -98,7 +97,7 @@ def measure(request: Request, display: Display) -> StepResult:
 def _measured(request: Request, framework: str, display: Display) -> list[StepRow]:
     """The rows of a framework, whose ranks are a set of their own. Missing rows get the error of the set."""
     rows: list[StepRow] = []
-    work = json.dumps(asdict(Work(framework, request.whole_strategy, request.elements, request.repetitions)))
+    work = Work(framework, request.whole_strategy, request.elements, request.repetitions).to_json()
     launcher, error = request.launcher, "the ranks sent no result"
     place = Launched(launcher, {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
 

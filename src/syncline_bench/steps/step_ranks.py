@@ -7,7 +7,6 @@ transport's memory. The result is the time of a step beyond both.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from syncline.process import process
 from syncline.session.session import Session
 from syncline.session.tickets import STEP, step_argument
 
+from ..messages import Task
 from ..ranks import Line
 from .loops import LEARNING_RATE, LOOPS
 
@@ -32,7 +32,7 @@ QUIET = 5
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Task):
     """The measurement asked for. Each tensor is a bucket; an order says how many there are."""
 
     framework: str
@@ -65,7 +65,7 @@ class BareExchange:
 
 def main(text: str, lines: str) -> None:
     """Measure the numbers of tensors that the starter orders. An error is reported before it ends the process."""
-    work, line = Work(**json.loads(text)), Line(lines, recognise())
+    work, line = Work.from_json(text), Line(lines, recognise())
     with line.telling():
         api.init(work.strategy)
         for order in line.orders():
