@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,28 +54,6 @@ _KEPT_LINES = 12
 
 Heard = Callable[[Message], None]
 """Receives a rank's report, with the rank's number as ``rank``."""
-
-
-class RankPlace(Protocol):
-    """Where ranks run."""
-
-    @property
-    def launcher(self) -> Launcher:
-        """The launcher that starts the ranks; ``LOCAL`` if each is started by itself."""
-        ...
-
-    def mailbox(self, ranks: int) -> Mailbox:
-        """The connections to the ranks, which the ranks open."""
-        ...
-
-    @property
-    def python(self) -> str:
-        """The interpreter of the ranks."""
-        ...
-
-    def run(self, command: Sequence[str], ranks: int, env: Mapping[str, str], on_output: Output) -> LocalRun:
-        """The processes of a set, which are not started yet. Raises SynclineError if the launcher is missing."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -145,6 +123,11 @@ class Launched:
         """The launcher starts all ranks."""
         env = {**self.added, **env}
         return self.site.run(self.launcher, command, ranks, servers=self.servers, env=env, on_output=on_output)
+
+
+RankPlace = OnThisMachine | Launched
+"""Where ranks run: their ``launcher`` and interpreter, the ``mailbox`` that they connect to, and their processes, which
+``run`` makes and does not start. ``run`` raises SynclineError if the launcher is missing."""
 
 
 class RanksFailed(SynclineError):

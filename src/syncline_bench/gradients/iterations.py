@@ -7,8 +7,9 @@ Forms that copy have their block in the transport's memory, like Syncline's own 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,31 +60,6 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (signal,) = gradients
         return None, signal, ctx.gradient.detach()
-
-
-class Iteration(Protocol):
-    """One form's iteration: all ranks call ``ready``, then the timed ``run``."""
-
-    def ready(self) -> None:
-        """Prepare the form's inputs; not timed."""
-        ...
-
-    def run(self) -> None:
-        """From ``zero_grad`` until the mean is in the form's place."""
-        ...
-
-    def is_right(self, seed: int) -> bool:
-        """Whether every element was moved and is the ranks' mean of what ``Ground.fill`` wrote with that seed.
-
-        A single rank's mean equals the gradient from backward: only the places and the block show whether anything was
-        moved.
-        """
-        ...
-
-    @property
-    def exchanged_bytes(self) -> int:
-        """The size of all exchanged data of the form."""
-        ...
 
 
 class Ground:
@@ -158,12 +134,32 @@ class Ground:
         return found if self.ranks & (self.ranks - 1) == 0 else np.rint(found)
 
 
-class _Bare:
-    """Backward, and the exchange of a block that is not filled from gradients."""
+class Iteration(ABC):
+    """One form's iteration: all ranks call ``ready``, then the timed ``run``."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self.exchanged_bytes = ground.nbytes
+        """The size of all exchanged data of the form."""
+
+    def ready(self) -> None:  # noqa: B027 - most need nothing
+        """Prepare the form's inputs, which by default are where backward leaves them; not timed."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """From ``zero_grad`` until the mean is in the form's place."""
+
+    @abstractmethod
+    def is_right(self, seed: int) -> bool:
+        """Whether every element was moved and is the ranks' mean of what ``Ground.fill`` wrote with that seed.
+
+        A single rank's mean equals the gradient from backward: only the places and the block show whether anything was
+        moved.
+        """
+
+
+class _Bare(Iteration):
+    """Backward, and the exchange of a block that is not filled from gradients."""
 
     def ready(self) -> None:
         self._ground.fill_block(0)
@@ -177,18 +173,16 @@ class _Bare:
         return self._ground.is_sum(self._ground.array, 0)
 
 
-class _Prepared:
+class _Prepared(Iteration):
     """A model from ``syncline.prepare``. With ``keep``, gradients are zeroed in place instead of dropped."""
 
     def __init__(self, ground: Ground, *, keep: bool) -> None:
-        self._ground, self._keep, self._model = ground, keep, ground.model()
+        super().__init__(ground)
+        self._keep, self._model = keep, ground.model()
         made = prepare(ground.session, self._model)
         assert made is not None  # only servers get None
         self._storage = made.replica.storage
         self.exchanged_bytes = sum(array.nbytes for array in self._storage.arrays)
-
-    def ready(self) -> None:
-        """Nothing to do: the hooks place the gradients."""
 
     def run(self) -> None:
         self._model.zero_grad(set_to_none=not self._keep)
@@ -198,22 +192,19 @@ class _Prepared:
         return _lie_at(self._model, self._storage.places) and self._ground.has_means(self._model, seed)
 
 
-class _Copied:
+class _Copied(Iteration):
     """Backward, copies into one block, the exchange, copies back. With ``stays`` the block's parts become ``grad``."""
 
     def __init__(
         self, ground: Ground, together: Callable[[_Copied, list[Tensor]], Tensor], *, stays: bool = False
     ) -> None:
-        self._ground, self._together, self._stays = ground, together, stays
-        self.exchanged_bytes = ground.nbytes
+        super().__init__(ground)
+        self._together, self._stays = together, stays
         self.block, self.share = ground.block, ground.share
         sizes = [gradient.numel() for gradient in ground.gradients]
         parts = zip(torch.split(ground.block, sizes), ground.gradients, strict=True)
         self.views = [part.view(gradient.shape) for part, gradient in parts]
         self._copies: Sequence[Tensor] = ()
-
-    def ready(self) -> None:
-        """Nothing: gradients are where backward leaves them."""
 
     def run(self) -> None:
         gradients = _backward(self._ground.plain)
@@ -265,15 +256,12 @@ def _flatten(copied: _Copied, gradients: list[Tensor]) -> Tensor:
     return copied.divided(flat)
 
 
-class _Layerwise:
+class _Layerwise(Iteration):
     """Backward, then an exchange of every gradient where it lies; ``waits`` for each before the next."""
 
     def __init__(self, ground: Ground, *, waits: bool) -> None:
-        self._ground, self._waits = ground, waits
-        self.exchanged_bytes = ground.nbytes
-
-    def ready(self) -> None:
-        """Nothing: gradients are where backward leaves them."""
+        super().__init__(ground)
+        self._waits = waits
 
     def run(self) -> None:
         ground, engine = self._ground, self._ground.session.engine

@@ -37,6 +37,7 @@ from .figures import (
     Chart,
     Curve,
     Key,
+    Matrix,
     Style,
     bar_chart,
     css,
@@ -203,17 +204,25 @@ def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:
         iteration,
         lambda point: point.loss,
     )
-    accuracy = "The share of the test set that the model of rank 0 gets right, against the iteration; the lines should "
-    accuracy += "end at the same height."
-    found += _learned(learners, "Test accuracy", accuracy, "iteration", iteration, lambda point: point.accuracy)
+    found += _learned(
+        learners,
+        "Test accuracy",
+        "The share of the test set that the model of rank 0 gets right, against the iteration; the lines should end at"
+        " the same height.",
+        "iteration",
+        iteration,
+        lambda point: point.accuracy,
+    )
     if timed:
-        sooner = (
+        found += _learned(
+            learners,
+            "Test accuracy over time",
             "The same accuracy against the seconds spent in iterations: a line further to the left is a strategy that"
-            " gets there "
+            " gets there sooner.",
+            "training time (s)",
+            lambda point: point.seconds,
+            lambda point: point.accuracy,
         )
-        sooner += "sooner."
-        across = "training time (s)", lambda point: point.seconds
-        found += _learned(learners, "Test accuracy over time", sooner, *across, lambda point: point.accuracy)
     return found
 
 
@@ -402,9 +411,13 @@ def _histogram(
     return [Chart(title, caption, svg(figure, title), keys)]
 
 
+def _top(matrices: Iterable[Matrix]) -> float:
+    return max((value for matrix in matrices for line in matrix for value in line), default=0.0)
+
+
 def _waits(result: Result) -> list[Chart]:
-    rows = [row for row in result.rows if any(value > 0 for line in row.waits for value in line)]
-    top = max((value for row in rows for line in row.waits for value in line), default=0.0)
+    rows = [row for row in result.rows if _top([row.waits]) > 0]
+    top = _top(row.waits for row in rows)
     scale, unit = (1.0, "seconds") if top >= 1 else (1e-3, "milliseconds")
     return [
         heat_map(
@@ -444,8 +457,7 @@ def _wire(result: Result, styles: Sequence[Style]) -> list[Chart]:
 
 def _traffic(result: Result) -> list[Chart]:
     rows = [row for row in result.rows if len(row.traffic) > 1]
-    top = max((value for row in rows for line in row.traffic for value in line), default=0.0)
-    if top <= 0:
+    if (top := _top(row.traffic for row in rows)) <= 0:
         return []
     scale, unit = units.size_unit(top)
     found = []
