@@ -267,7 +267,7 @@ class GlobalBatches:
 
     @property
     def where(self) -> str:
-        """The position in words."""
+        """The step and its epoch, for messages."""
         return f"step {self.step} of epoch {self.epoch}"
 
     def set_epoch(self, epoch: int) -> None:

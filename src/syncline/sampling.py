@@ -267,7 +267,7 @@ class PoolBatches:
 
     @property
     def where(self) -> str:
-        """The position in words."""
+        """The epoch and its samples left, for messages."""
         left = sum(map(len, self._used.left(self.epoch, self.order.samples)))
         return f"epoch {self.epoch}, of which {left} samples are left"
 

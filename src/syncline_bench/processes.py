@@ -27,7 +27,7 @@ class Progress(Protocol):
     """Receives the progress of a row: ``display.RowDisplay``, or the display of a larger task."""
 
     def begin(self, strategy: str, processes: int, iterations: int) -> None:
-        """A row starts."""
+        """The row of ``strategy`` starts: this many processes train for this many iterations."""
 
     def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:
         """The row has reached this iteration."""
@@ -86,7 +86,7 @@ class Reports:
         self._served_s = 0.0  # processor time of servers
 
     def take(self, message: Message) -> None:
-        """Take one report."""
+        """Keep a process's result or processor time, or show its progress."""
         match message["kind"]:
             case "result":
                 self.results[message["rank"]] = message

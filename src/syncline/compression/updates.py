@@ -49,7 +49,7 @@ Array = NDArray[Any]
 
 
 def _sending(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer per piece."""
+    """What sends the updates: a reducer per piece of an owner."""
     return [partial(_send_update, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
@@ -251,7 +251,7 @@ class UpdateSender(_Part):
 
 
 class UpdateReceiver(_Part):
-    """The worker's side."""
+    """A worker's known weights, which follow an owner's by its updates."""
 
     def take(self, data: Bytes, sender: str) -> None:
         """Apply an owner's message; raises ReduceError unless it continues from this version."""

@@ -452,7 +452,7 @@ class Values:
         return {name: one for name, one in values.items() if isinstance(one, _PLAIN)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set those that differ."""
+        """Set the attributes that differ, also of a frozen dataclass."""
         mine = self.state_dict()
         for name, value in state.items():
             if name not in mine or mine[name] != value:

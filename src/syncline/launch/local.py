@@ -106,7 +106,7 @@ class Ending:
 
     @property
     def text(self) -> str:
-        """A clause for messages."""
+        """The process and how it ended, for messages."""
         return f"{self.name} {self.how}"
 
     @property

@@ -307,7 +307,7 @@ class Relay(Lines):
         return {**numbers, "servers": self._servers}
 
     def serves(self, number: int) -> bool:
-        """Also of a replacement."""
+        """Whether this process is a server, or replaces one."""
         return number in self._serving
 
     def _living(self, numbers: Iterable[int], serves: bool) -> int:
@@ -510,7 +510,7 @@ class Relay(Lines):
             self.send(rank, packet)
 
     def close(self) -> None:
-        """Also the reception."""
+        """Close the connections, and the reception of processes that want to join."""
         super().close()
         if self.reception is not None:
             self.reception.close()

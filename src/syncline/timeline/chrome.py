@@ -79,7 +79,7 @@ class Written:
 
     @property
     def text(self) -> str:
-        """The summary in words."""
+        """The summary, for who asked for the timeline."""
         found = f"{self.spans:,} span{'s' * (self.spans != 1)} of {len(self.processes)} process"
         found += "es" * (len(self.processes) != 1)
         found += f", clocks within {self.error_s * 1e6:.0f} us" if self.error_s else ", on one clock"

@@ -78,7 +78,7 @@ class _Post:
         return [work.result for work in works]
 
     def wait(self, works: Sequence[Work], timeout_s: float) -> None:
-        """Wait for works."""
+        """Wait for the works. Raises PeerTimeout, or the fault that ended the run."""
         self._session.engine.wait(*works, timeout=max(0.0, timeout_s))
 
 

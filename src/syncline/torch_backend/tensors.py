@@ -40,7 +40,7 @@ class Memory(NamedTuple):
 
     @property
     def data(self) -> Array:
-        """One-dimensional, uint8."""
+        """The bytes that travel, one-dimensional."""
         return memory(self.dense)
 
     @property

@@ -124,7 +124,7 @@ class Outbox:
         self._give(peer)
 
     def holds(self, peer: int) -> bool:
-        """Whether items wait."""
+        """Whether items for this peer wait for their turn."""
         return bool(self._waiting[peer])
 
     def forget(self, peer: int) -> None:

@@ -95,6 +95,6 @@ _MOST = 2**63 - 2
 
 
 def _place(data: bytes | memoryview) -> tuple[int, int]:
-    """The address and size."""
+    """The address of these bytes, and their number."""
     array = np.frombuffer(data, np.uint8)
     return address_of(array), array.nbytes

@@ -155,7 +155,7 @@ class _Caller:
 
     @property
     def progress(self) -> str:
-        """For messages."""
+        """How far its handshake has come, for messages."""
         if self.sealed is not None:
             return "in that of TLS"
         return f"after {len(self.got)} of {self.wanted} bytes"

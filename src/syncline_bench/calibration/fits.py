@@ -58,7 +58,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Samples:
-    """Repeated measurements of one quantity; ``far`` are the outliers."""
+    """Repeated measurements of one quantity."""
 
     every: tuple[float, ...]
 
@@ -69,7 +69,7 @@ class Samples:
 
     @cached_property
     def far(self) -> Floats:
-        """The outliers."""
+        """The outliers, which no figure counts."""
         return self._split[1]
 
     @cached_property

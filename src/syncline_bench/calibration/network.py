@@ -76,7 +76,7 @@ class Hosts:
 
     @property
     def text(self) -> str:
-        """The place in words."""
+        """Ranks, hosts and transport, as a clause."""
         ranks, hosts = len(self.nodes), len(self.hosts)
         if hosts == 1:
             return f"{ranks} rank{'s' * (ranks > 1)} of one host" + (f" over {self.transport}" if ranks > 1 else "")

@@ -90,7 +90,7 @@ class Measured(_Checked):
 
     @property
     def contender(self) -> str:
-        """The requested name."""
+        """The transport and algorithm, as they were asked for."""
         return f"{self.transport}:{self.algorithm}"
 
     @property
@@ -106,7 +106,7 @@ class Measured(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult(ResultFile):
-    """A whole bench."""
+    """The result of ``syncline bench``: a row per transport, algorithm, size and place."""
 
     verb: ClassVar = "bench"
     work: ClassVar = {"commit": "commit"}
@@ -468,7 +468,7 @@ def _pays(rate: float | None) -> str:
 
 
 def render_steps(result: StepResult) -> Sheet:
-    """The table of steps."""
+    """A table of what a step costs beyond its exchange, per framework and number of tensors."""
     rows = result.rows
 
     columns: tuple[Column[StepRow], ...] = (

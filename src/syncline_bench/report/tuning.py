@@ -13,7 +13,7 @@ from .files import ResultFile
 
 @dataclass(frozen=True)
 class Tried:
-    """One candidate."""
+    """A strategy that a tuning considered, measured or not."""
 
     strategy: Annotated[str, "the candidate"]
     predicted_s: Annotated[float | None, "of an iteration; `null` without a prediction"] = None

@@ -248,7 +248,7 @@ class Searcher(ABC):
         ...
 
     def learn(self, index: int, seconds: float | None) -> None:  # noqa: B027 - most need nothing besides ``told``
-        """Called after every answer."""
+        """Called after every answer, for a searcher that keeps more than ``told`` has."""
 
     def chances(self, left: Indices) -> Floats:
         """The chance of each of ``left`` to run, given the failures so far; 1 while there are none."""

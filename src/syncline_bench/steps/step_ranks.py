@@ -51,7 +51,7 @@ class BareExchange:
         self._program = session.bucket_program(4 * elements)
 
     def run(self) -> None:
-        """Submit all, and wait."""
+        """Exchange every array once: submit them all, then wait."""
         meeting = self._session.meet(STEP, step_argument(self._key, self._count), weight=1.0)
         self._count += 1
         engine, program = self._session.engine, self._program

@@ -268,7 +268,7 @@ class Course:
                     raise
 
     def search(self, ranks: WarmRanks, display: RowDisplay) -> None:
-        """Tune with these ranks."""
+        """Spend the budget: calibrate, predict the candidates, and measure those that the searcher asks for."""
         layers = self._first(ranks)
         self._calibrate(ranks, display)
         model = self._model(layers)

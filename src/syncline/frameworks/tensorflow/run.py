@@ -157,7 +157,7 @@ class Passing:
         self.steps, self.means = 0, [np.empty(0)] * len(specs)
 
     def produced(self, tensor: int, gradient: Array) -> None:
-        """Keep a gradient."""
+        """Keep a gradient: with one worker, it is the mean."""
         self.means[tensor] = gradient.flatten()
 
     def step(self) -> None:
@@ -169,7 +169,7 @@ class Passing:
         self.steps = step
 
     def fault(self, text: str) -> GradientError:
-        """Make an error."""
+        """The error for a fault of this text, as a worker among several makes it."""
         return GradientError(text)
 
     def let_go(self) -> None:

@@ -516,7 +516,7 @@ class GroupValues:
         return {"groups": [{name: group[name] for name in group if name != "params"} for group in self._groups]}
 
     def load_state_dict(self, state: Any) -> None:
-        """Set them."""
+        """Set each group's values, those in a tensor in place."""
         for group, values in zip(self._groups, state["groups"], strict=True):
             for name, value in values.items():
                 if hasattr(group.get(name), "copy_"):  # a compiled optimizer reads its rate from this tensor

@@ -118,7 +118,7 @@ class Replica:
         self.listeners.first_exchange = nothing
 
     def fault(self, text: str) -> GradientError:
-        """As ``Session.fault``."""
+        """An error of this worker in a step, which ends the run for all."""
         return self.session.fault(text)
 
 
