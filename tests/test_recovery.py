@@ -197,7 +197,7 @@ def test_an_elastic_run_needs_a_position(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_only_a_lost_process_or_a_new_worker_ends_a_view() -> None:
     assert _ended(SynclineError("no")) is None
     assert _ended(ValueError("no")) is None
-    lost, end, wrapped = PeerLost("gone", rank=1), ViewEnds("a worker joins"), RuntimeError("a worker joins")
+    lost, end, wrapped = PeerLost("gone", rank=1), ViewEnds(), RuntimeError(str(ViewEnds()))
     wrapped.__cause__ = end
     assert _ended(lost) is lost
     assert _ended(end) is _ended(wrapped) is end

@@ -101,7 +101,10 @@ class MismatchError(SynclineError):
 
 
 class ViewEnds(SynclineError):
-    """A worker joins an elastic run. ``syncline.elastic`` catches this error and goes on in another session."""
+    """A process joins an elastic run. ``syncline.elastic`` catches this error and goes on in another session."""
+
+    def __init__(self) -> None:
+        super().__init__("a process joins the run: syncline.elastic() goes on with it in another session")
 
 
 class GradientError(SynclineError):
@@ -118,6 +121,8 @@ def within(limit_s: float) -> str:
 
 
 def labelled(label: str, error: Exception) -> Exception:
-    """The error, with a label prepended."""
+    """The error, with a label prepended. ``ViewEnds`` stays as it is."""
+    if isinstance(error, ViewEnds):
+        return error
     text = f"{label}: {error}"
     return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)

@@ -153,7 +153,7 @@ class Process:
         metrics = None if lone else _asked_metrics()
         with self._recorded(environment.rank, unless=lone) as recording, self._kept(environment) as flight:
             if lone or (environment.world == 1 and chosen.servers == 0):
-                self.joined = alone(chosen, recording, serves=lone and joins_to_serve())
+                self.joined = alone(chosen, recording, joins=lone, serves=lone and joins_to_serve())
                 self.joined.lone = [] if lone or may_grow() else None
                 if checks.asked:
                     log.warning("%s is without effect: a run of one worker exchanges nothing", checks.asked)
@@ -342,7 +342,7 @@ def _choose(strategy: str | None, environment: Environment, again: bool) -> Stra
         text = f"ps(servers={started})" if started else ""
     chosen = Strategy.parse(text)
     if (numbers := allowed()) is not None and not again:  # before any process waits for others
-        check_elastic(chosen, joins=numbers[1] is not None)
+        check_elastic(chosen, numbers[0])
     if again and started:
         chosen = chosen.with_owners_among(environment.world, started)
     if started is not None and started != chosen.servers and environment.world > 1:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -236,6 +236,8 @@ class PoolBatches:
             )
         self.order, self._first = order, 0
         self._log: Log | None = None
+        self.before_batch: Callable[[], None] | None = None
+        """Called before each batch on the worker that looks for others that join."""
         self.epoch, self._pushed, self._open = 0, False, deque[range]()
         self.enter(session, log)
 
@@ -250,8 +252,7 @@ class PoolBatches:
         if session.pools is None:
             session.pools = Pools(session)
         self._pools, self._number = session.pools, session.pools.enter(self.order).number
-        self._alone = session.alone  # and updates the weights itself
-        self._used = Account(session.counted)
+        self._session, self._used = session, Account(session.counted)
         self._place(self._first)
         session.next_samples = self._next_samples
         session.global_batches.append(self)
@@ -287,6 +288,8 @@ class PoolBatches:
         for piece in tuple(self._open):
             yield self._indices(epoch, piece)
         while walk is self._walking:
+            if self.before_batch is not None:
+                self.before_batch()
             asked = self._pools.ask(self._number, epoch) if self._asked is None else self._asked
             self._asked = None
             if not (piece := self._pools.hear(self._number, asked)):
@@ -316,11 +319,15 @@ class PoolBatches:
 
     def commit(self, steps: int = 1) -> None:
         """Count the next batch as done: its step is over. UsageError if there was none, or for several at once."""
-        if steps != 1 or not (self._pushed or (self._alone and self._open)):
+        alone = self._session.alone  # and updates the weights itself
+        if steps != 1 or not (self._pushed or (alone and self._open)):
             raise UsageError(
                 f"commit({'' if steps == 1 else steps}) takes one batch, after its optimizer.step(): where each push is"
                 " an update by itself, every batch of an elastic run is a step"
             )
+        if alone:
+            self._used.count(self.epoch, self._open[0].start, self._open[0].stop)
+            self._session.counted = self._used.counted
         self._write(self._open.popleft())
         self._pushed = False
         self._go_on()

@@ -19,7 +19,7 @@ import torch
 from rank_bodies import SECRET
 
 import syncline
-from syncline.frameworks.torch.prepare import Given, GroupValues, Held, Prepared
+from syncline.frameworks.torch.prepare import Given, GroupValues, Prepared
 from syncline.global_batches import GlobalBatches, SampleLog
 from syncline.launch import relay
 from syncline.membership import ViewKeeper
@@ -116,6 +116,8 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
             in_step(what, step)
         elif what == "loading":
             die_loading(step)
+        elif what == "misses":
+            miss_a_message(step)
     syncline.init(plan["strategy"], secret=SECRET, liveness=2.0, elastic=plan.get("asks"))
 
     def made() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -198,6 +200,19 @@ def die_loading(when: int) -> None:
     RemoteOwners.load = loading  # type: ignore[method-assign]
 
 
+def miss_a_message(sender: int) -> None:
+    """In the second view: wait for one more message of that rank, after everything that rank 0 needs of this one."""
+    hand_out = members.Members._hand_out_again
+
+    def missing(mine: members.Members, view: Any, samplers: Any) -> None:
+        hand_out(mine, view, samplers)
+        if view.number == 2:
+            session = process.session
+            session.engine.wait(session.recv(sender, "what never comes", 8, topic=1 << 9))
+
+    members.Members._hand_out_again = missing  # type: ignore[method-assign]
+
+
 class Points:
     """The points of an agreement on members, and of what follows from it, by name: this process dies at one of them.
 
@@ -226,7 +241,7 @@ class Points:
             (mine, "count"), (GlobalBatches, "commit"), (SampleLog, "write"), (mine, "go_on"),
             (Prepared, "hold_parts"), (type(process), "lose"), (Given, "keep_values"),
             (type(process), "begin_again"), (Given, "copy_again"),
-            (Held, "put_together_again"), (Given, "prepare_again"),
+            (Given, "put_together_again"), (Given, "prepare_again"),
             (Session, "tell_all"), (GroupValues, "load_state_dict"),
             (GlobalBatches, "divide"), (ViewKeeper, "restored"), (relay.RelayLine, "send"),
             (relay.RelayLine, "receive"), (agreement.Agreement, "tell_done"),
@@ -304,6 +319,7 @@ def learn_at_own_pace(happen: Callable[[str, int], None]) -> list[Any]:
         nonlocal steps, ahead
         while sampler.epoch < EPOCHS:
             for batch in sampler:
+                happen("join", steps)
                 happen("before", steps)
                 share = (
                     1 if "rate=own" in syncline.stats().strategy else syncline.world_size()

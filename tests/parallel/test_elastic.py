@@ -489,6 +489,17 @@ def test_owner_and_follower_are_lost_at_once(pool: Pool, address: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_view_breaks_when_one_of_the_owners_has_begun_it(pool: Pool, address: str, tmp_path: Path) -> None:
+    """Rank 2 dies when rank 0 has begun the new view, and rank 1 still waits: those two have all parts."""
+    log, strategy = tmp_path / "samples.jsonl", REPLICAS.replace("servers=2", "servers=3")
+    plan: dict[str, Any] = {"3": ("before", 5), "1": ("misses", 2), "die": {"2": "after restored 1"}}
+    with started(pool, address, 4, samples=str(log), strategy=strategy, **plan) as (group, relay):
+        lose(group, relay, 3)
+        lose(group, relay, 2)
+        check(group, [0, 1], [3, 2], log)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_loss_while_the_weights_are_restored(pool: Pool, address: str, tmp_path: Path, victim: int) -> None:
     log, plan = tmp_path / "samples.jsonl", {"1": ("before", 5), str(victim): ("restoring", -1)}

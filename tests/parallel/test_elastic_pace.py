@@ -13,7 +13,7 @@ from typing import Any
 
 import elastic_bodies as bodies
 import pytest
-from test_elastic import LIMIT_S, lose, started
+from test_elastic import LIMIT_S, lose, replace, started
 
 from pool import Group, Pool
 from syncline.global_batches import read_log
@@ -50,9 +50,9 @@ def lost(
     pool: Pool, address: str, log: Path, strategy: str, workers: int, **plan: Any
 ) -> Iterator[tuple[Group, list[int]]]:
     """A run in which some processes are lost as planned, and the workers that are left."""
-    servers = Strategy.parse(strategy).servers
+    servers, least = Strategy.parse(strategy).servers, 1 + ("backup" in strategy)
     how = {"strategy": strategy, "servers": servers, "samples": str(log)}
-    with started(pool, address, workers + servers, **how, **plan) as (group, relay):
+    with started(pool, address, workers + servers, least, **how, **plan) as (group, relay):
         for victim in plan:
             lose(group, relay, int(victim))
         yield group, [rank for rank in range(workers) if str(rank) not in plan]
@@ -66,7 +66,7 @@ def lost(
     [
         (f"{APART} {BOUND}", {"0": ("pushed", 3), "2": ("before", 6)}),
         pytest.param(f"{APART} sync=asp(rate=own)", {"1": ("after", 1)}, marks=pytest.mark.slow),
-        (f"{TWO} {BOUND}", {"1": ("pushed", 3)}),
+        (f"{THREE} sync=bsp(backup=1)", {"1": ("pushed", 3), "3": ("updated", 6)}),
         pytest.param(f"{THREE} {BOUND}", {"1": ("pushed", 1), "3": ("updated", 3)}, marks=pytest.mark.slow),
         (f"{ON_WORKERS} {BOUND}", {"0": ("pushed", 3), "1": ("updated", 6)}),
     ],
@@ -81,13 +81,54 @@ def test_processes_are_lost_and_no_sample_is(
         check(group, survivors, log, 1 if "ssp" in strategy else None)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "workers", "plan", "survivors"),
+    [
+        (f"{APART} {BOUND}", 3, {"1": ("pushed", 3), "0": [("join", 6), ("before", 8)]}, [2, 4]),
+        (f"{ON_WORKERS} {BOUND}", 2, {"1": ("pushed", 3), "0": [("join", 6), ("before", 9)]}, [2]),
+        pytest.param(
+            f"{FOLLOWED} {BOUND}",
+            2,
+            {"2": ("updated", 2), "0": ("join", 6), "3": ("updated", 6)},  # of its last view
+            [0, 1],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            f"{TWO} sync=asp(rate=own)",
+            3,
+            {"2": ("before", 1), "0": ("join", 2)},
+            [0, 1, 5],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_process_joins_and_no_sample_is_lost(
+    pool: Pool, address: str, tmp_path: Path, strategy: str, workers: int, plan: dict[str, Any], survivors: list[int]
+) -> None:
+    """One is lost, another joins, and one of the first ones is lost: the new one, worker or server, has what it had.
+    In one case the worker that waits for the new one is alone, and updates the weights itself."""
+    log, servers = tmp_path / "samples.jsonl", Strategy.parse(strategy).servers
+    how = {"strategy": strategy, "servers": servers, "samples": str(log), "most": workers, **plan}
+    processes = workers + servers
+    with started(pool, address, processes, **how) as (group, relay):
+        first, *others = sorted(plan, key=lambda number: number == "0")
+        lose(group, relay, int(first))
+        replace(group, relay, 0, address, processes, **how)
+        for victim in others:
+            if victim != "0" or survivors[0]:
+                lose(group, relay, int(victim))
+        check(group, survivors, log, 1 if "ssp" in strategy else None)
+        left = [rank for rank in range(workers, processes + 1) if str(rank) not in plan and rank not in survivors]
+        group.end(LIMIT_S, among=left)
+        assert [group.ranks[index].status for index in left] == [0] * len(left)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         f"{APART} sync=ssp(staleness=0, rate=own)",
-        f"{APART} sync=bsp(backup=1)",
-        f"{TWO} {BOUND}",
+        f"{TWO} sync=bsp(backup=1)",
         f"{FOLLOWED} {BOUND}",
         f"{ON_WORKERS} {BOUND}",
         f"ps(servers=1, on=workers, replicas=1) {BOUND}",
@@ -116,13 +157,13 @@ def test_a_server_is_lost_at_any_step(
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "workers"), [(FOLLOWED, 3), (ON_WORKERS, 4)])
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("point", ["go_on", "send", "begin_again", "put_together_again", "restored"])
+@pytest.mark.parametrize("point", ["send", "begin_again", "put_together_again", "restored"])
 def test_a_second_process_is_lost_while_the_others_agree(
     pool: Pool, address: str, tmp_path: Path, strategy: str, workers: int, rank: int, point: str
 ) -> None:
     """The first worker or server, or a worker that owns nothing. A server puts nothing together, and knows no steps."""
     message = "before send Promise" if rank else "before send Accept"
-    point = {"send": message, "go_on": "before go_on"}.get(point, f"after {point}") + " 1"
+    point = f"{message if point == 'send' else f'after {point}'} 1"
     servers = 2 if strategy == FOLLOWED else 0
     plan: dict[str, Any] = {"2": ("before", 4), "die": {str(rank): point}, "whenever": True, "servers": servers}
     log = tmp_path / "samples.jsonl"
@@ -149,6 +190,16 @@ def test_a_second_process_is_lost_while_the_others_agree(
         check(group, [index for index in sorted(survivors) if index < workers], log)
 
 
+def test_a_view_breaks_when_one_of_the_owners_has_begun_it(pool: Pool, address: str, tmp_path: Path) -> None:
+    """Rank 2 dies when rank 0 has begun the new view, and rank 1 still waits: those two have all parts."""
+    plan: dict[str, Any] = {"3": ("before", 4), "1": ("misses", 2), "die": {"2": "after restored 1"}, "whenever": True}
+    log, strategy = tmp_path / "samples.jsonl", f"ps(servers=3, on=workers, replicas=1) {BOUND}"
+    with started(pool, address, 4, strategy=strategy, samples=str(log), **plan) as (group, relay):
+        lose(group, relay, 3)
+        lose(group, relay, 2)
+        check(group, [0, 1], log)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_view_breaks_when_one_of_the_servers_has_begun_it(
@@ -159,6 +210,7 @@ def test_a_view_breaks_when_one_of_the_servers_has_begun_it(
         check(group, survivors, log)
 
 
+@pytest.mark.slow
 def test_the_server_is_lost(pool: Pool, address: str) -> None:
     """Nobody else has the weights."""
     with started(pool, address, 3, strategy=f"{APART} {BOUND}", servers=1, **{"2": ("updated", 3)}) as (group, relay):

@@ -88,10 +88,6 @@ class TestCombinations:
                 "ps(servers=2, on=workers, replicas=1, update=worker)",
                 r"all workers make them; .* is 'ps\(servers=2, on=workers, update=worker\)'",
             ),
-            (
-                "ps(servers=1, on=workers, replicas=1) sync=bsp(backup=1)",
-                r"not yet those with backup workers; .* is 'ps\(servers=1, on=workers, replicas=1\)'",
-            ),
             ("ps(on=workers, replicas=1) codec=qsgd", r"get payloads; .* is 'ps\(servers=1, on=workers, replicas=1\)'"),
             ("ps(on=workers, replicas=2)", "replicas of ps"),
             (
@@ -366,26 +362,21 @@ _ELASTIC = (
 
 
 def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes() -> None:
-    """Half of them are asked for a run that others may join, by a turn without a period."""
-    refused, taken = [0, 0], [0, 0]
-    for number, (architecture, sync, codec, schedule, transport) in enumerate(itertools.product(*_ELASTIC)):
-        joins = number.bit_count() % 2 == 1
+    refused = taken = 0
+    for architecture, sync, codec, schedule, transport in itertools.product(*_ELASTIC):
         text = f"{architecture} sync={sync} codec={codec} schedule={schedule} transport={transport}"
         try:
             given = Strategy.parse(text)
         except StrategyError:
             continue
         try:
-            check_elastic(given, joins=joins)
-            taken[joins] += 1
+            check_elastic(given, 2)
+            taken += 1
         except NotBuiltError as error:
-            refused[joins] += 1
-            asked, use, *more = re.findall(r" '([^']+)'", str(error))
+            refused += 1
+            asked, use = re.findall(r" '([^']+)'", str(error))
             assert asked == str(given)
-            check_elastic(Strategy.parse(use), joins=joins)
+            check_elastic(Strategy.parse(use), 2)
             assert (Strategy.parse(use).roles is None) == (given.roles is None)
-            for other in more:  # with a run that nobody joins
-                assert joins
-                check_elastic(Strategy.parse(other), joins=False)
-    assert min(refused) > 25
-    assert min(taken) > 2
+    assert refused > 50
+    assert taken > 5

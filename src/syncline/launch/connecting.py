@@ -14,6 +14,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from .. import registry
@@ -26,7 +27,8 @@ from ..session.checks import Checks
 from ..session.member import Membership, Process
 from ..session.session import Session
 from ..strategy.strategy import Strategy, check_asked
-from ..strategy.words import AUTO, NONE
+from ..strategy.words import AUTO, BSP, NONE
+from ..sync import backup_of
 from ..timeline import folder
 from ..timeline.flight_memory import FlightPlace
 from ..timeline.recording import SessionSpans
@@ -84,12 +86,21 @@ def in_process(
     return sessions
 
 
-def alone(strategy: Strategy, recording: SessionSpans | None = None, *, serves: bool = False) -> Session:
-    """The session of a single process, which exchanges nothing: of a worker, or of a server before it joins others."""
+def alone(
+    strategy: Strategy, recording: SessionSpans | None = None, *, joins: bool = False, serves: bool = False
+) -> Session:
+    """The session of a single process, which exchanges nothing: of a worker, or of one before it ``joins`` others.
+
+    ``serves``: it joins them as a server.
+    """
     group = Group(1, strategy.servers)
     observer = None if recording is None else recording.file
     member = Membership(Process(group, int(serves), None, observer=observer))
-    session = Session(strategy.resolve(group), member, left_open=strategy.architecture == AUTO)
+    waits = not (joins and backup_of(strategy.sync_mode()))  # else it has no backup workers, and needs none
+    chosen = (
+        strategy.resolve(group) if waits else replace(replace(strategy, sync=BSP).resolve(group), sync=strategy.sync)
+    )
+    session = Session(chosen, member, left_open=strategy.architecture == AUTO)
     if recording is not None:
         recording.attach(session)
     return session

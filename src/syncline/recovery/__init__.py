@@ -18,7 +18,8 @@ weights agree on the number of exchanges instead of steps, and go back to the la
 
 A worker that joins runs the script alone up to ``run``, and asks there. Rank 0 looks for such requests, and announces
 the end of the session in its ticket of a step. All end it before the next step, agree on a view with the new worker,
-and go on as after a loss. If a view with a new worker does not begin, the others go on without that worker.
+and go on as after a loss. Workers at their own pace end it wherever they are, as at a loss. If a view with a new worker
+does not begin, the others go on without that worker.
 
 Server processes are members too (``served``). They serve in ``syncline.prepare()``, which begins again in each session,
 and where a new server joins. The launcher tells them when the workers are in ``run``.
@@ -38,10 +39,10 @@ from ..process import process
 from ..session.session import Session
 from ..wire.reports import say
 from .agreement import AllDone
-from .lasting import Held, Lasting, Stateful
+from .lasting import Lasting, Stateful
 from .members import Members
 
-__all__ = ["Held", "Lasting", "Stateful", "run", "served"]
+__all__ = ["Lasting", "Stateful", "run", "served"]
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
             _join(members)
         while True:
             try:
+                members.meet()
                 result = train()
                 _meet(process.session)
                 members.agreement.tell_done()
@@ -138,10 +140,10 @@ def served(prepare: Callable[[], T | None]) -> T | None:
                 continue
             if not members.agreement.in_call:
                 return found
-            ended = PeerLost("all workers have left in the middle of their training", rank=-1)
+            ended: PeerLost | ViewEnds = PeerLost("all workers have left in the middle of their training", rank=-1)
         except SynclineError as error:
             lost, members = (None, None) if session.is_worker else (_ended(error), _members())
-            if not isinstance(lost, PeerLost) or members is None or not members.agreement.is_in_call(_TOLD_S):
+            if lost is None or members is None or not members.agreement.is_in_call(_TOLD_S):
                 raise
             ended = lost
             ended.__traceback__ = ended.__context__ = ended.__cause__ = None  # they keep the memory of the session
@@ -169,6 +171,6 @@ def _ended(error: BaseException) -> PeerLost | ViewEnds | None:
     session = process.joined
     engine = None if session is None else session.process.unchecked
     fault = None if engine is None else engine.error
-    if isinstance(fault, PeerLost):
+    if isinstance(fault, PeerLost | ViewEnds):
         return fault
     return None if session is None else session.ended

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from ..errors import UsageError
 from ..saving import packed, unpacked
+from ..serving.owner import HeldParts
+from ..serving.turns import Counted
 from ..session.session import Session
 from ..strategy.strategy import Strategy
 
@@ -21,14 +23,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> object:
         """Go on from the state of another worker."""
-        ...
-
-
-class Held(Protocol):
-    """The parts of a model's weights and optimizer state that a worker has, once its session is over."""
-
-    def put_together_again(self, session: Session, step: int) -> list[int]:
-        """Give the model all parts as they were after that step. Returns the parts that nobody has."""
         ...
 
 
@@ -61,8 +55,15 @@ class Lasting(Protocol):
         """Take over the weights of ``root``, and the optimizer's state if each worker has the ``whole`` of it."""
         ...
 
-    def hold_whole(self, view: int, step: int) -> Held:
-        """The model of a worker that is alone, as the only part of its view. Called only if other owners may follow."""
+    def hold_whole(self, view: int, step: int, counted: Counted) -> HeldParts:
+        """The model of a worker that is alone, as the only part of its view, with the samples that it has counted.
+
+        Called only if other owners may follow.
+        """
+        ...
+
+    def put_together_again(self, session: Session, held: HeldParts, step: int) -> list[int]:
+        """Give the model all parts as they were after that step. Returns the parts that nobody has."""
         ...
 
     def prepare_again(self, session: Session) -> Any:

@@ -20,7 +20,7 @@ from ..training.model import nothing
 from ..version import __version__
 from ..wire.reports import say
 from .agreement import Agreement, LeftOut
-from .lasting import Held, Lasting, Mark, Stateful, check_shareable
+from .lasting import Lasting, Mark, Stateful, check_shareable
 
 _CONNECT_S = 30.0
 """The time for the survivors to connect to each other, once they have agreed."""
@@ -48,14 +48,15 @@ class Members:
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
         self._sessions = process.sessions - 1  # before the first one of this run
         self._repairs = 0  # the lost workers without which the run has gone on
-        self._earlier: list[int] = []  # for each model, the steps that were finished before its owners' clock began
+        self._earlier = 0  # the steps that were finished before the clock of the model's owners began
         self._state: Sequence[Stateful] = ()
         self._mark: Mark | None = None  # in the present session
         self._steps = self._counted = 0  # the steps before the present session, and the finished ones of the keeper
-        self._held = HeldParts()  # of a server: its parts after the last steps, until the next update
+        self._held = HeldParts()  # this process's parts of the sessions that have ended, until the next update
 
     def count(self, *_: object) -> None:
         """Count an update of the weights: the hook of the optimizer. One of this worker alone does not count."""
+        self._forget_held()
         exchanges = [made.replica.trained.weights for made in process.prepared]
         if all(weights is None or weights.follows for weights in exchanges):
             self._keeper.finish()
@@ -85,7 +86,7 @@ class Members:
         strategy = session.strategy
         of_torch = [*(made.given for made in process.prepared), *(session.lone or [])]
         self.given = [*of_torch, *session.lasting] or self.given
-        check_elastic(strategy, joins=bool(self._line.most))
+        check_elastic(strategy, self._line.least)
         self._keeper.newest = _goes_on_from_the_newest(strategy)
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
@@ -108,7 +109,7 @@ class Members:
         _stay(session)
         self._watch(session)
         self._count_from_here()
-        self.agreement.tell_begun(self._earlier[0] if self._earlier else 0)  # of one model
+        self.agreement.tell_begun(self._earlier)
 
     def state_of_server(self, session: Session) -> None:
         """State what a server that joins must have in common with the others."""
@@ -119,8 +120,8 @@ class Members:
         if not process.session.is_worker:
             self.agreement.earlier = self._keeper.view.step
             return
-        clients = [made.client for made in process.prepared]
-        self._earlier = [self._keeper.finished - (0 if client is None else client.owned.steps) for client in clients]
+        client = process.prepared[0].client if process.prepared else None
+        self._earlier = self._keeper.finished - (0 if client is None else client.owned.steps)
 
     # Workers that join.
 
@@ -142,7 +143,8 @@ class Members:
         if session.alone and session.lone is None:
             session.lone = []
         for sampler in session.global_batches:
-            sampler.before_batch = self._end_alone if session.alone else None
+            looks = session.alone or (sampler.pooled and session.rank == 0)
+            sampler.before_batch = self._end_if_asked if looks else None
 
     def end_call(self) -> None:
         """Let no worker join any more: outside ``syncline.elastic`` nothing would go on with it."""
@@ -155,10 +157,16 @@ class Members:
             for sampler in process.joined.global_batches:
                 sampler.before_batch = None
 
-    def _end_alone(self) -> None:
-        """End the session of a worker that is alone, between two batches, if another one joins."""
+    def _end_if_asked(self) -> None:
+        """End the session between two batches if a process joins: that of all, if each goes at its own pace."""
         if self.agreement.is_asked():
-            raise ViewEnds("a worker joins the run: syncline.elastic() goes on with it in another session")
+            raise process.session.fail(ViewEnds())
+
+    def meet(self) -> None:
+        """Wait until all are in the call, if one of them may end the session for all."""
+        session = process.session
+        if self._line.most and not session.alone and not session.strategy.sync_mode().merges:
+            session.barrier()
 
     # Views.
 
@@ -183,9 +191,7 @@ class Members:
         if process.prepared and (mark is None or mark.finished != self._keeper.finished):
             mark = self._marked()
         self._count_steps(mark)
-        held = self._hold(process.joined)
-        if process.joined.serving is not None:
-            self._held = process.joined.serving().count_from(self.agreement.earlier).beside(self._held)
+        self._hold(self._earlier)
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             try:
@@ -198,7 +204,7 @@ class Members:
             put_back = [given.keep_values() for given in self.given]
             try:
                 self._begin(view)
-                steps = self._restore(view, held, samplers, mark)
+                steps = self._restore(view, samplers, mark)
             except _PartsLost as error:
                 raise self._failed(ended, f"the run cannot go on: {error}") from None
             except UsageError:
@@ -206,6 +212,7 @@ class Members:
             except SynclineError as error:
                 if not self.agreement.is_followed():
                     say(f"syncline: view {view.number} broke before it began: {error}\n")
+                self._hold(view.step)  # others may have begun it, without parts of the session before
                 process.lose()
                 for put in put_back:  # they may be in part those of a source that is lost
                     put()
@@ -225,12 +232,21 @@ class Members:
         alone = self._keeper.finished - self._counted
         self._steps = self._steps + alone if mark is None else mark.models[0].steps
 
-    def _hold(self, session: Session) -> list[Held | None]:
-        """This worker's parts of each model; None for a model that every worker has whole."""
-        if session.alone and session.strategy.server_holds_weights:
-            return [given.hold_whole(self._keeper.view.number, self._keeper.finished) for given in self.given]
-        before = zip(process.prepared, self._earlier, strict=True) if session.is_worker else ()
-        return [made.hold_parts(earlier) for made, earlier in before] or [None] * len(self.given)
+    def _hold(self, earlier: int) -> None:
+        """Keep the parts of the model that this process has in its session, if it has got that far, beside older ones.
+
+        Its owners' clock does not count the first ``earlier`` steps.
+        """
+        session, found = process.joined, HeldParts()
+        if session is None or not session.strategy.server_holds_weights:
+            return
+        if session.serving is not None:
+            found = session.serving().count_from(self.agreement.earlier)
+        elif process.prepared:
+            found = process.prepared[0].hold_parts(earlier)
+        elif session.is_worker and session.alone:
+            found = self.given[0].hold_whole(self._keeper.view.number, self._keeper.finished, session.counted)
+        self._held = found.beside(self._held)
 
     def _failed(self, ended: Exception | None, why: str) -> SynclineError:
         """The error of a process that does not go on."""
@@ -256,17 +272,11 @@ class Members:
         _stay(process.session)
 
     def _forget_held(self) -> None:
-        """Free the parts of the earlier sessions: no server needs them after an update."""
+        """Free the parts of the earlier sessions: nobody needs them after an update."""
         self._held = HeldParts()
 
-    def _restore(
-        self,
-        view: View,
-        held: Sequence[Held | None],
-        samplers: Sequence[GlobalBatches | PoolBatches],
-        mark: Mark | None,
-    ) -> int:
-        """Give all members the values of the view's source, and what they have ``held`` of each model in parts.
+    def _restore(self, view: View, samplers: Sequence[GlobalBatches | PoolBatches], mark: Mark | None) -> int:
+        """Give all members the values of the view's source, and the model that they hold in parts.
 
         Returns the steps of the run so far.
         """
@@ -276,9 +286,10 @@ class Members:
                 raise _PartsLost(_lost_with("servers", missing, session))
             return self._steps
         root = [peer.number for peer in view.seated].index(view.source)
-        for given, parts in zip(self.given, held, strict=True):
-            given.copy_again(session, root, parts is None)
-            if parts is not None and (missing := parts.put_together_again(session, view.step)):
+        in_parts = session.strategy.server_holds_weights
+        for given in self.given:
+            given.copy_again(session, root, not in_parts)
+            if in_parts and (missing := given.put_together_again(session, self._held, view.step)):
                 raise _PartsLost(_lost_with("servers" if session.group.servers else "workers", missing, session))
             again = given.prepare_again(session)
             if again is not None:

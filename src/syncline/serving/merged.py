@@ -179,7 +179,7 @@ class Posted:
         """Wait for all pushes and pulls in progress."""
         self._engine.wait(*self._pushes, *self._pulls.values())
 
-    def add(self, worker: int, bucket: int, scale: float) -> None:
+    def add(self, worker: int, bucket: int, scale: float, anew: bool) -> None:
         """Never called: the plan sums the pushes."""
         raise NotImplementedError
 

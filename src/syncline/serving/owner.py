@@ -38,7 +38,7 @@ from ..session.session import Session
 from ..sync import Kept, SyncMode, alone, application_of, backup_of, no_look_ahead
 from .protocol import ALL, Action, Add, Apply, Ledger, Measure, Release, Request
 from .records import Array, Record, pack, unpack
-from .shard import Build, Groups, Holding, Pushes, Shard, Update
+from .shard import Build, Groups, Holding, Pushes, Shard, Update, add_up
 from .turns import Account, Counted, Turns, counted_in
 
 MOST_WEIGHT = 1e18
@@ -89,6 +89,7 @@ class Owner:
         self._since, self._last = 0, 0  # the steps before the shards' first update and after the last one told
         self._updating, self._ended = threading.Lock(), False
         self._merges, self._account = mode.merges, Account(session.counted)
+        self._summed: set[int] = set()  # buckets whose gradients hold a sum of pushes
 
     def handle(self, request: Request) -> None:
         """Handle a worker's message; raises MismatchError if it is out of turn or contradicts another worker's."""
@@ -110,12 +111,17 @@ class Owner:
                 self.lags[action.worker] = max(self.lags[action.worker], action.lag)
                 times = self._shares.of(action.worker, action.values["weight"])
                 if times and not action.values["skip"]:
-                    pushes.add(action.worker, action.bucket, action.values["scale"] * times)
+                    anew = action.bucket not in self._summed
+                    pushes.add(action.worker, action.bucket, action.values["scale"] * times, anew)
+                    self._summed.add(action.bucket)
             elif isinstance(action, Apply):
                 self.version += 1
                 self._last = action.clock
                 if action.worker != ALL:
                     self.lags[action.worker] = max(self.lags[action.worker], action.lag)
+                if self._adds and action.bucket not in self._summed:  # no push of it was finite
+                    continue
+                self._summed.discard(action.bucket)
                 pushes.update(action.worker, action.bucket, partial(self._update, action))
             elif isinstance(action, Release):
                 if self._compensation is not None:
@@ -157,12 +163,12 @@ class Owner:
         """End all updates, and keep copies of everything, and of the arrived pushes of these workers."""
         with self._updating:
             self._ended = True
-            arrived = {}
+            arrived, holdings = {}, self.holdings
+            self.shard = self.shard.detached()  # with a sum of pushes, if there is one
+            self.follows = None if self.follows is None else self.follows.detached()
             for worker in workers:
                 self.pushes.settle(worker)
-                arrived[worker] = [held.gradient.copy() for held in self.holdings]
-            self.shard = self.shard.detached()
-            self.follows = None if self.follows is None else self.follows.detached()
+                arrived[worker] = [held.gradient.copy() for held in holdings]
             if self._compensation is not None:
                 self._compensation.holdings = self.holdings
             self.pushes = self._answers = _Afterwards(self, arrived)
@@ -217,7 +223,8 @@ class Owner:
         try:
             values = action.values
             if self._adds:  # scales and skips were applied to each push
-                self.shard.apply(bucket, action.newest["groups"], 1.0)
+                for shard in self.shards:
+                    shard.apply(bucket, action.newest["groups"], 1.0)
                 return
             times = 1.0 if action.worker == ALL else self._shares.of(action.worker, values["weight"])
             if values["skip"] or not times:
@@ -277,13 +284,15 @@ class _Afterwards:
         for held, gradient in zip(self._owner.holdings, self._arrived[worker], strict=True):
             np.copyto(held.gradient, gradient)
 
-    def add(self, worker: int, bucket: int, scale: float) -> None:
-        """Never called: a single owner makes the updates of backup workers."""
-        raise NotImplementedError
+    def add(self, worker: int, bucket: int, scale: float, anew: bool) -> None:  # noqa: ARG002 - of all at once
+        """Add the push to the gradients."""
+        for held, gradient in zip(self._owner.holdings, self._arrived[worker], strict=True):
+            add_up(held.gradient, gradient, scale, anew)
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """Update at once."""
-        self.settle(worker)
+        if worker != ALL:
+            self.settle(worker)
         update(bucket)
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
@@ -313,8 +322,8 @@ def _parts_here(session: Session) -> list[Part | None]:
 class HeldParts:
     """The parts that a process owned or followed in a session that has ended."""
 
-    def __init__(self, by_step: Mapping[int, Parts] | None = None) -> None:
-        self._by_step = by_step or {}
+    def __init__(self, by_step: Mapping[int, Parts] | None = None, told: Sequence[dict[str, Any]] = ()) -> None:
+        self._by_step, self._told = by_step or {}, told
 
     @classmethod
     def of(cls, session: Session, owner: Owner) -> HeldParts:
@@ -343,7 +352,7 @@ class HeldParts:
         if not self._by_step:
             return older
         steps = self._by_step.keys() | older._by_step.keys()
-        return HeldParts({step: {**older.after(step), **self.after(step)} for step in steps})
+        return HeldParts({step: {**older.after(step), **self.after(step)} for step in steps}, self._told)
 
     def keys(self, step: int) -> list[Part]:
         """The parts of which this process has the values after that step."""
@@ -356,7 +365,7 @@ class HeldParts:
     @property
     def told(self) -> list[dict[str, Any]]:
         """The turns of each view and the samples, for others, where each push is an update by itself."""
-        return []
+        return list(self._told)
 
     def catch_up(self, ahead: Mapping[str, Any]) -> None:
         """Make the updates whose turns another owner of the same session has told."""
@@ -416,24 +425,19 @@ def share_parts(
     """
     label, processes = "sharing the parts of the weights", range(session.group.processes)
     mine = json.dumps({"parts": held.keys(step), "turns": held.told}).encode()
-    known: dict[Part, int] = {}  # the first process that has a part
-    ahead: dict[int, dict[str, Any]] = {}  # what the owner with most turns of each view tells
-    for process, data in enumerate([mine] if session.alone else session.everyone.share(processes, mine, label)):
-        told = json.loads(data)
-        for view, count, part in told["parts"]:
-            known.setdefault((view, count, part), process)
-        for turns in told["turns"]:
-            if turns["taken"] > ahead.get(turns["view"], {"taken": -1})["taken"]:
-                ahead[turns["view"]] = turns
-    division, missing = _division_of(known)
+    every = [mine] if session.alone else session.everyone.share(processes, mine, label)
+    givers, missing, ahead = decide_parts([json.loads(data) for data in every])
     if missing:
         with contextlib.suppress(SynclineError):  # a process that ends must not disturb the others' exchange
             for _ in [] if session.alone else session.everyone.share(processes, b"", label):
                 pass
         return [], missing
-    if division[0] in ahead:
-        _count_and_catch_up(session, held, division in (key[:2] for key in held.keys(step)), ahead[division[0]])
-    givers = {key: process for key, process in known.items() if key[:2] == division}
+    if ahead is not None:
+        try:
+            session.counted = counted_in(ahead["counted"])
+            held.catch_up(ahead)
+        except ValueError as error:
+            raise ProtocolError(f"{label}: {error}", rank=-1) from error
     parts = held.after(step)
     if session.alone:
         return [record for key in sorted(givers) for record in parts[key]], []
@@ -446,30 +450,24 @@ def share_parts(
     return [record for process, one in each for record in unpack(one, name(process), number(process))], []
 
 
-def _count_and_catch_up(session: Session, held: HeldParts, has_parts: bool, ahead: Mapping[str, Any]) -> None:
-    """Note which samples the weights contain, and give the parts that this process has the same."""
-    try:
-        session.counted = counted_in(ahead["counted"])
-        if has_parts:
-            held.catch_up(ahead)
-    except ValueError as error:
-        raise ProtocolError(f"sharing the parts of the weights: {error}", rank=-1) from error
+def decide_parts(told: Sequence[Mapping[str, Any]]) -> tuple[dict[Part, int], list[int], Mapping[str, Any] | None]:
+    """From what all processes tell of their parts: who gives each part, or which ones are missing.
 
-
-def _division_of(known: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int], list[int]]:
-    """The view and the number of parts of the newest division of which all parts are known, else what the newest lacks.
-
-    Processes that have begun a view know its parts, and those to which it broke before know the parts of the view
-    before, after the same step.
+    The parts are those of the newest division of which there are all. Processes that have begun a view have its parts,
+    and those to which it broke before have the parts of the view before, after the same step. Last is what the owner
+    with most turns of that view tells, None if it counts no turns.
     """
-    parts: dict[tuple[int, int], set[int]] = {}
-    for view, count, part in known:
-        parts.setdefault((view, count), set()).add(part)
-    whole = [division for division, there in parts.items() if len(there) == division[1]]
-    if whole or not parts:
-        return (max(whole), []) if whole else ((0, 1), [0])
-    newest = max(parts)
-    return newest, sorted({*range(newest[1])} - parts[newest])
+    divisions: dict[tuple[int, int], dict[Part, int]] = {}
+    for process, one in enumerate(told):
+        for view, count, part in one["parts"]:
+            divisions.setdefault((view, count), {}).setdefault((view, count, part), process)
+    if not divisions:
+        return {}, [0], None
+    division = max(divisions, key=lambda one: (len(divisions[one]) == one[1], one))
+    givers = dict(sorted(divisions[division].items()))
+    turns = [one for each in told for one in each["turns"] if one["view"] == division[0]]
+    ahead = max(turns, key=lambda one: int(one["taken"]), default=None)
+    return givers, sorted({*range(division[1])} - {part for _, _, part in givers}), ahead
 
 
 def shard_of(

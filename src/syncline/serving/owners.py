@@ -197,7 +197,7 @@ class LocalOwners:
         """Wait for the last pushes; the last step has already waited for its pulls."""
         self._session.engine.wait(*self._pushes.values())
 
-    def add(self, worker: int, bucket: int, scale: float) -> None:
+    def add(self, worker: int, bucket: int, scale: float, anew: bool) -> None:
         """Never called: the plan sums the pushes."""
         raise NotImplementedError
 

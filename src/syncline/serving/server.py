@@ -154,7 +154,7 @@ class Server:
             self._gone.add(worker)
             del self._requests[worker]
             if not self._merges:
-                self._owner.handle(Request("leave", worker, self._owner.ledger.clock_of(worker) + 1))
+                self._hold(Request("leave", worker, self._owner.ledger.clock_of(worker) + 1))
         else:
             self._answer(worker, message)
             self._requests[worker] = self._listen(worker)
@@ -286,8 +286,7 @@ class Server:
             if kind == "norm" or self._merges:
                 self._owner.handle(request)
             else:
-                self._held[worker] = request
-                self._take_turns(self._turns.hold(worker))
+                self._hold(request)
             return
         if kind != "load":  # the only request that does not touch the weights
             self._exchanges.rest()
@@ -372,6 +371,11 @@ class Server:
             raise nonsense(self._session, owner, told.label, str(error)) from error
         self._told_turns[owner] = self._listen_to(owner)
         self._take_turns(actions)
+
+    def _hold(self, request: Request) -> None:
+        """Keep a worker's message until its turn."""
+        self._held[request.worker] = request
+        self._take_turns(self._turns.hold(request.worker))
 
     def _take_turns(self, actions: Sequence[Tell | Take]) -> None:
         for action in actions:

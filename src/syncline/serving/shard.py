@@ -396,6 +396,15 @@ class Model:
     first_key: int = 0
 
 
+def add_up(total: Array, came: Array, scale: float, anew: bool) -> None:
+    """Add a push times ``scale`` to a sum, or begin the sum ``anew`` with it."""
+    scaled = came if scale == 1.0 else came * came.dtype.type(scale)
+    if anew:
+        np.copyto(total, scaled, casting="same_kind")
+    else:
+        np.add(total, scaled, out=total, casting="same_kind")
+
+
 class Pushes(Protocol):
     """The pushes to an owner. ``worker`` is ``ALL`` where the pushes of all workers are one."""
 
@@ -403,8 +412,11 @@ class Pushes(Protocol):
         """Wait until a worker's push is in the gradients and nothing in progress reads the weights."""
         ...
 
-    def add(self, worker: int, bucket: int, scale: float) -> None:
-        """Add a worker's push of a bucket, or of ``ALL``, times ``scale``, to the next update."""
+    def add(self, worker: int, bucket: int, scale: float, anew: bool) -> None:
+        """Add a worker's push of a bucket, or of ``ALL``, times ``scale``, to the next update.
+
+        The first one begins the sum ``anew``.
+        """
         ...
 
     def update(self, worker: int, bucket: int, update: Update) -> None:

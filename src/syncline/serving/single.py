@@ -38,7 +38,7 @@ from ..session.session import MODEL_KEYS, Session
 from ..session.tickets import WEIGHT_KEYS
 from .protocol import ALL
 from .records import Array, Record
-from .shard import Holding, Model, Update, held
+from .shard import Holding, Model, Update, add_up, held
 
 _ALIGNED_BYTES = 64
 """The alignment of arrays, since arrays of several types share a block of memory."""
@@ -113,7 +113,6 @@ class _Owned:
         self._sends: dict[tuple[int, int], Work] = {}  # the last send of each bucket to each worker
         self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has the weights
         self._owing: dict[int, Work] = {}  # the same, until the weights are given
-        self._added: set[int] = set()  # buckets whose gradients hold a sum of pushes
 
     def holdings(self, parts: Sequence[slice]) -> list[Holding]:
         """The slices of these parts of the buckets, tensor by tensor."""
@@ -161,26 +160,17 @@ class _Owned:
             for part in self._touched[number]:
                 np.copyto(self._gradients[number][part], came[part], casting="same_kind")
 
-    def add(self, worker: int, bucket: int, scale: float) -> None:
+    def add(self, worker: int, bucket: int, scale: float, anew: bool) -> None:
         """Adds in the order in which pushes arrive."""
-        assert self._mine is not None
         for number in self._numbers(bucket):
-            part = self._mine[number]
-            total, came = self._gradients[number][part], self._carrier.pushed(worker, number)[part]
-            scaled = came if scale == 1.0 else came * came.dtype.type(scale)
-            if number in self._added:
-                np.add(total, scaled, out=total, casting="same_kind")
-            else:
-                np.copyto(total, scaled, casting="same_kind")
-        self._added.update(self._numbers(bucket))
+            came = self._carrier.pushed(worker, number)
+            for part in self._touched[number]:
+                add_up(self._gradients[number][part], came[part], scale, anew)
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """Update at once. The worker's next push cannot arrive before it has the weights."""
         if worker != ALL:
             self.settle(worker, bucket)
-        elif self._added.isdisjoint(self._numbers(bucket)):  # no push of it was finite
-            return
-        self._added.difference_update(self._numbers(bucket))
         update(bucket)
         for number in self._numbers(bucket):
             self._carrier.updated(number)

@@ -23,7 +23,16 @@ from ..engine.engine import Engine
 from ..engine.flight import Flight
 from ..engine.scope import BLOCK_BITS, Scope
 from ..engine.trace import Observer
-from ..errors import ClosedError, MismatchError, PeerError, PeerLeft, ProtocolError, SynclineError
+from ..errors import (
+    ClosedError,
+    MismatchError,
+    PeerError,
+    PeerLeft,
+    ProtocolError,
+    SynclineError,
+    ViewEnds,
+    labelled,
+)
 from ..nouns import Group
 from ..transports import Transport
 from ..wire.culprit import Answer, find_culprit
@@ -182,7 +191,7 @@ class Process:
             return error
         verdict = self.watcher.verdict(VERDICT_S) if isinstance(error, PeerError) else self.watcher.failure
         if verdict is not None:
-            return type(verdict)(f"{here}: {error}: {verdict}", rank=verdict.rank, host=verdict.host)
+            return labelled(f"{here}: {error}", verdict)
         if isinstance(error, PeerError) and error.rank in self.watcher.left:
             why = (
                 "left the run (shutdown, or the end of its script) while others needed it; if ranks have different"
@@ -201,13 +210,12 @@ class Process:
         self._tell(explained)
         return explained
 
-    def on_peer_failure(self, verdict: PeerError) -> None:
+    def on_peer_failure(self, verdict: SynclineError) -> None:
         """Fail all waits of this process with the watcher's verdict on the first culprit, and what they waited for."""
         engine = self.unchecked
         self._keep(verdict)
         if engine is not None:
-            doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
-            engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
+            engine.fail(labelled(f"{self.name(self.index)}: during {engine.doing}", verdict))
 
     # Failures of this process.
 
@@ -235,8 +243,14 @@ class Process:
                 self.flight.fault(error, culprit, self.unchecked.waits())
 
     def _tell(self, error: Exception) -> None:
-        """Report to all processes that this one ends with an error, and which process is at fault."""
+        """Report to all processes that this one ends with an error, and which process is at fault.
+
+        An error that ends the view is nobody's fault, and ends it on all of them.
+        """
         if self.watcher is None or self.watcher.failure is not None:
+            return
+        if isinstance(error, ViewEnds):
+            self.watcher.abort(str(error))
             return
         if isinstance(error, PeerError) and error.rank not in (-1, self.index):
             self.watcher.abort(f"is to blame for an error of {self.name(self.index)}: {error}", error.rank)
@@ -314,7 +328,7 @@ class Process:
         failure = None if self.watcher is None else self.watcher.failure
         if failure is None:
             return None
-        return type(failure)(f"{self.name(self.index)}: at its end: {failure}", rank=failure.rank, host=failure.host)
+        return labelled(f"{self.name(self.index)}: at its end", failure)
 
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a goodbye."""

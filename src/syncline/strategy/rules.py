@@ -30,7 +30,6 @@ from ..sync import (
     Mixes,
     SyncMode,
     alone,
-    backup_of,
     exchanges_gradients,
     wrong_application,
 )
@@ -211,8 +210,6 @@ def _replicas_follow_updates(given: Combination) -> Fault | None:
     without = variants(given.architecture, lambda roles: not roles.replicas)
     if not roles.holds_weights:
         return f"{reason}, but with update=worker all workers make them", without
-    if backup_of(build("sync", given.sync)):
-        return f"{reason}, but not yet those with backup workers", [{"sync": BSP}, *without]
     if given.codec != NONE:
         why = f"from sums of gradients, but under codec={given.codec.name} owners get payloads"
         return f"{reason} {why}", [{"codec": NONE}, *without]
@@ -580,13 +577,13 @@ def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
 _ELASTIC_TRANSPORTS = ("auto", "shm", "tcp")
 
 
-def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
-    """Why a run with this strategy cannot go on without a lost worker, or, if some can ``join``, with a new one.
+def elastic_fault_of(given: Combination) -> Fault | None:
+    """Why a run with this strategy cannot go on without a lost worker, or with a new one.
 
     A reason completes "an elastic run works".
     """
     if not build("sync", given.sync).merges:
-        fault = _servers_count_the_samples(given, joins)
+        fault = _servers_count_the_samples(given)
     else:
         fault = None if given.roles is None else _lost_owners_are_replaced(given, given.roles)
     if fault is not None:
@@ -603,19 +600,14 @@ def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
     return None
 
 
-def _servers_count_the_samples(given: Combination, joins: bool) -> Fault | None:
+def _servers_count_the_samples(given: Combination) -> Fault | None:
     """Where each push is an update by itself: a server has all of a push, or nothing, and so its samples."""
-    if joins:
-        return "with sync=bsp if workers can join it", [{"sync": BSP}]
     roles = given.roles
     if roles is None or not (roles.apart or roles.replicas):
         followed = variants(given.architecture, lambda found: found.holds_weights and bool(found.replicas))
         apart = variants(given.architecture, lambda found: found.holds_weights and found.apart)
         why = "with server processes, or replicas=1, if each worker goes at its own pace"
         return why, [*followed, *apart, {"architecture": Part("ps")}, {"sync": BSP}]
-    if roles.owners > 1 and backup_of(build("sync", given.sync)):
-        one = {"architecture": with_arguments(given.architecture, servers=1)}
-        return "with backup workers and one server process", [one, {"sync": BSP}]
     if roles.replicas and roles.apart and roles.owners == 1:
         two = {"architecture": with_arguments(given.architecture, servers=2)}
         return "with two server processes or more, which follow each other", [two, {"sync": BSP}]

@@ -41,7 +41,7 @@ from ..errors import NotBuiltError, StrategyError, UsageError
 from ..nouns import Group, Seconds
 from ..sync import Averages, Mixes, backup_of
 from .grammar import Part, nearest, read_part, read_value, read_words, write_value
-from .rules import Combination, Fault, elastic_fault_of, fault_of, nearest_that_works, with_arguments
+from .rules import Combination, elastic_fault_of, fault_of, nearest_that_works, with_arguments
 from .words import AUTO, NONE, WORDS, belongs_to, bind_word, build, built_names, kind_of, known_sync, preset_of, write
 
 if TYPE_CHECKING:
@@ -424,27 +424,23 @@ def check_asked(strategy: Strategy) -> None:
         )
 
 
-def check_elastic(strategy: Strategy, *, joins: bool) -> None:
-    """Raise NotBuiltError, with a strategy that works, if workers can be lost, or ``join``, and this one cannot go on.
+def check_elastic(strategy: Strategy, least: int) -> None:
+    """Raise NotBuiltError, with a strategy that works, if workers can be lost, or join, and this one cannot go on.
 
-    The strategy may have words that are still ``auto``.
+    UsageError if ``least`` workers are too few for it. The strategy may have words that are still ``auto``.
     """
-    fault = elastic_fault_of(strategy, joins=joins)
+    fault = elastic_fault_of(strategy)
     if fault is None:
+        if least <= (backup := backup_of(strategy.sync_mode())):
+            raise UsageError(
+                f"--elastic {least} lets the run go on with {least} of its workers, but {str(strategy)!r} waits for all"
+                f" but {backup}: use --elastic {backup + 1}, or fewer backup workers"
+            )
         return
-
-    def advice(fault: Fault, joins: bool) -> str:
-        judge = lambda given: fault_of(given) or elastic_fault_of(given, joins=joins)  # noqa: E731
-        found = nearest_that_works(Combination(**dict(strategy.parts())), fault, judge)
-        words: dict[str, Any] = {} if found is None else dict(found.parts())
-        return str(Strategy(**words))
-
-    use = best = repr(advice(fault, joins))
-    kept = elastic_fault_of(strategy, joins=False)
-    if joins and strategy.server_holds_weights:
-        as_it_is = str(strategy) if kept is None else advice(kept, joins=False)
-        if Strategy.parse(as_it_is).server_holds_weights and repr(as_it_is) != best:
-            use += f", or {as_it_is!r} and --elastic LEAST without a greatest number"
+    judge = lambda given: fault_of(given) or elastic_fault_of(given)  # noqa: E731
+    found = nearest_that_works(Combination(**dict(strategy.parts())), fault, judge)
+    words: dict[str, Any] = {} if found is None else dict(found.parts())
     raise NotBuiltError(
-        f"an elastic run works {fault[0]}, not with {str(strategy)!r}: use {use}; or leave --elastic out"
+        f"an elastic run works {fault[0]}, not with {str(strategy)!r}: use {str(Strategy(**words))!r}; or leave"
+        " --elastic out"
     )

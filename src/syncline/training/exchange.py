@@ -481,9 +481,7 @@ class BucketExchange:
         if meeting is not None:
             self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             if meeting.tickets()[0].flags & _RENEWS:
-                ended = self.session.ended = ViewEnds(
-                    "a worker joins the run: syncline.elastic() goes on with it in another session"
-                )
+                ended = self.session.ended = ViewEnds()
                 raise ended
 
     def replace_layout(self) -> None:

@@ -6,7 +6,8 @@
   without a sign of life a peer counts as lost. The limit is checked once a second, or four times within it. A busy
   interpreter never counts as dead.
 * A process that finds a culprit, or fails itself, tells everyone. The abort message names the *first* culprit, so that
-  no process blames a neighbour that has ended as a consequence.
+  no process blames a neighbour that has ended as a consequence. A process that ends the view of an elastic run tells
+  everyone too: then nobody is to blame.
 * A process in a stall asks the others for their waits (``culprit``). The watcher answers, whatever the script does.
 
 Compiled code sends the heartbeats without the interpreter lock: otherwise a call that holds the lock for longer than
@@ -37,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import PeerError, PeerLost
+from ..errors import PeerLost, SynclineError, ViewEnds
 from .bell import DescriptorBell
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .meeting import Member, Roll, printable
@@ -115,6 +116,7 @@ _CULPRIT = struct.Struct("<I")
 _NUMBER = struct.Struct("<I")  # of a question, and in its answer
 _HEARTBEAT, _GOODBYE, _ABORT, _QUESTION, _ANSWER = 1, 2, 3, 4, 5
 _REASON_BYTES = 4000
+_VIEW_ENDS = str(ViewEnds())
 _SIZES = {
     _HEARTBEAT: range(1),
     _GOODBYE: range(1),
@@ -146,12 +148,12 @@ class Watcher:
         self,
         roll: Roll,
         socks: Mapping[int, socket.socket],
-        on_failure: Callable[[PeerError], None],
+        on_failure: Callable[[SynclineError], None],
         on_left: Callable[[int], None],
         liveness_s: float = LIVENESS_S,
         answer: Callable[[], Answer] = lambda: Answer({}),
     ) -> None:
-        self.failure: PeerError | None = None
+        self.failure: PeerLost | ViewEnds | None = None
         self.failed = threading.Event()
         self.left: set[int] = set()
         self._roll, self._socks = roll, dict(socks)
@@ -198,7 +200,7 @@ class Watcher:
             self._beats.start()
         self._thread.start()
 
-    def verdict(self, timeout: float) -> PeerError | None:
+    def verdict(self, timeout: float) -> PeerLost | ViewEnds | None:
         """The error that names the first culprit, after a wait of up to ``timeout``; None if no process has failed."""
         self.failed.wait(timeout)
         return self.failure
@@ -221,8 +223,9 @@ class Watcher:
             self._told = True
             self._told_own = self._told_own or index == self._roll.index
         self._tell_all(_ABORT, _CULPRIT.pack(index) + in_bytes(reason)[:_REASON_BYTES])
-        # After the messages: every process that has received one notes the same culprit.
-        blame(index, self._roll.name(index), reason, own=index == self._roll.index)
+        if reason != _VIEW_ENDS:
+            # After the messages: every process that has received one notes the same culprit.
+            blame(index, self._roll.name(index), reason, own=index == self._roll.index)
 
     def ask(self, peer: int) -> Answer | None:
         """A peer's waits; None if it does not answer within ``ANSWER_S``. Called by one thread at a time."""
@@ -443,18 +446,21 @@ class Watcher:
         host = self._roll.members[culprit].host
         who = "this process, " if culprit == self._roll.index else ""
         error = PeerLost(f"{who}{self._roll.name(culprit)} {reason}", rank=culprit, host=host)
+        ends = reason == _VIEW_ENDS
         with self._lock:
             # After its own report this process sees echoes of it and closing connections until it has ended.
             if self.failure is not None or (self._closing and self._told):
                 return
             if not self._told_own:
-                self.failure = error
+                self.failure = ViewEnds() if ends else error
         if self.failure is not None:  # else the others end because of this process, so it must end too
             self.abort(reason, culprit)
             self.failed.set()
             with self._answered:
                 self._answered.notify()
-            self._on_failure(error)
+            self._on_failure(self.failure)
+        if ends:
+            return
         if self.insists and not self._insists_from:
             self._insists_from = time.monotonic() + GRACE_S
             with contextlib.suppress(RuntimeError):  # without memory for a thread ``_watch`` insists
@@ -470,7 +476,7 @@ class Watcher:
         """End the process if the user's thread does not return."""
         if not self._came_back.wait(max(0.0, self._insists_from - time.monotonic())):
             self._insists_from = math.inf
-            index = self._roll.index if self.failure is None else self.failure.rank
+            index = self.failure.rank if isinstance(self.failure, PeerLost) else self._roll.index
             culprit = "this process" if index == self._roll.index else self._roll.name(index)
             self._end(
                 f"syncline: {self._roll.name(self._roll.index)}: the script did not return to Syncline within"

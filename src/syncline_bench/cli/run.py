@@ -234,7 +234,7 @@ def _relay(workers: int, servers: int, elastic: str | None, strategy: Strategy |
     if strategy is not None or servers:  # each process checks that of its script
         from syncline.strategy.strategy import Strategy, check_elastic
 
-        check_elastic(strategy or Strategy.parse(f"ps(servers={servers}, replicas=1)"), joins=most is not None)
+        check_elastic(strategy or Strategy.parse(f"ps(servers={servers}, replicas=1)"), least)
     if least > workers:
         raise UsageError(f"--elastic {elastic} needs {least} workers, more than -n {workers} starts")
     if most is not None and most < workers:

@@ -26,7 +26,6 @@ check_packages("torch", {"torch": OLDEST})  # before the other files, which use 
 from .options import Options  # noqa: E402
 from .prepare import (  # noqa: E402
     Given,
-    Held,
     Prepared,
     let_go,
     prepare,
@@ -35,7 +34,6 @@ from .prepare import (  # noqa: E402
 
 __all__ = [
     "Given",
-    "Held",
     "Options",
     "Prepared",
     "adapt",

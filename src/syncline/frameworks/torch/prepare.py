@@ -29,6 +29,7 @@ from ...nouns import Slice
 from ...serving.owner import HeldParts, check_kept, share_parts
 from ...serving.records import Record, pack, unpack
 from ...serving.shard import WEIGHTS
+from ...serving.turns import Counted
 from ...session.layout import decide_layout
 from ...session.session import Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
@@ -135,7 +136,7 @@ class Given:
         """Give the released model and its optimizer the values of ``root``. Gradients of a step that broke are dropped.
 
         The optimizer's state is copied if each worker has the ``whole`` of it. Parts that single workers own follow by
-        ``Held.put_together_again``.
+        ``put_together_again``.
         """
         self.model.zero_grad(set_to_none=True)
         if session.alone:
@@ -146,18 +147,40 @@ class Given:
         if self.optimizer is not None and whole:
             _copy_optimizer(session, self.optimizer, [parameter for _, parameter in selection.trained()], root)
 
-    def hold_whole(self, view: int, step: int) -> Held:
+    def hold_whole(self, view: int, step: int, counted: Counted) -> HeldParts:
         """The model of a worker that is alone, with its optimizer's state, as the only part of that view.
 
-        ``step`` is the number of finished steps; -1 for a worker that has none of the run's values.
+        ``step`` is the number of finished steps; -1 for a worker that has none of the run's values. ``counted`` are the
+        samples in the weights, if updates count them.
         """
+        if step < 0:
+            return HeldParts()
         parameters, records = [parameter for _, parameter in Selection(self.model, self.options).trained()], []
-        for index, parameter in enumerate(parameters if step >= 0 else []):
+        for index, parameter in enumerate(parameters):
             whole = as_elements(in_memory_order(parameter.detach(), parameter))
             records.append(Record(Slice(index, 0, parameter.numel()), WEIGHTS, whole))
-        if self.optimizer is not None and step >= 0:
+        if self.optimizer is not None:
             records += records_of(self.optimizer, parameters)
-        return Held(parameters, self.optimizer, HeldParts({step: {(view, 1, 0): records}} if step >= 0 else {}))
+        return HeldParts(
+            {step: {(view, 1, 0): records}}, [{"view": view, "taken": 0, "recent": [], "counted": counted}]
+        )
+
+    def put_together_again(self, session: Session, held: HeldParts, step: int) -> list[int]:
+        """Give the released model and its optimizer the weights and the state of all parts after ``step`` steps.
+
+        Returns the parts that nobody has.
+        """
+        receivers = range(session.world_size) if not session.group.servers else [0]
+        records, missing = share_parts(session, held, step, receivers)
+        if missing or not records:  # the other workers get the weights of rank 0, and have no state
+            return missing
+        whole = whole_state(records, [parameter for _, parameter in Selection(self.model, self.options).trained()])
+        with torch.no_grad():
+            for parameter, state in whole.items():
+                parameter.copy_(state.pop(WEIGHTS))
+        if self.optimizer is not None:
+            take_state(self.optimizer, {parameter: state for parameter, state in whole.items() if state})
+        return []
 
     def prepare_again(self, session: Session) -> Prepared | None:
         """Make the released model and its optimizer part of another session. None if this worker is alone."""
@@ -179,16 +202,12 @@ class Prepared:
         """The arguments of ``prepare`` for this model."""
         return Given(self.model, self.optimizer, self.replica.options)
 
-    def hold_parts(self, earlier: int) -> Held | None:
-        """The parts of the model that this worker owns or follows, after its last steps.
+    def hold_parts(self, earlier: int) -> HeldParts:
+        """The parts of the model that this worker owns or follows, after its last steps. It makes no more updates.
 
         Its clock does not count the first ``earlier`` steps.
-
-        None for a model that every worker has whole. Owners make no more updates.
         """
-        if self.client is None:
-            return None
-        return Held(self.client.parameters, self.optimizer, self.client.owned.owners.hold().count_from(earlier))
+        return HeldParts() if self.client is None else self.client.owned.owners.hold().count_from(earlier)
 
     def mark(self) -> Mark:
         """Remember the values that the next step may change before it breaks."""
@@ -423,33 +442,6 @@ def _copy_optimizer(
         records = unpack(data, session.name(root), session.member.number(root))
         for parameter, state in whole_state(records, parameters).items():
             optimizer.state[parameter] = state
-
-
-@dataclass(frozen=True)
-class Held:
-    """Weights and optimizer state of the parts that a worker owns or follows."""
-
-    parameters: Sequence[torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer | None
-    parts: HeldParts
-
-    def put_together_again(self, session: Session, step: int) -> list[int]:
-        """Give the released model and its optimizer the weights and the state of all parts after ``step`` steps.
-
-        Returns the parts that nobody has.
-        """
-        workers = range(session.world_size)
-        receivers = workers if not session.group.servers else [0]
-        records, missing = share_parts(session, self.parts, step, receivers)
-        if missing or not records:  # the other workers get the weights of rank 0, and have no state
-            return missing
-        whole = whole_state(records, self.parameters)
-        with torch.no_grad():
-            for parameter, state in whole.items():
-                parameter.copy_(state.pop(WEIGHTS))
-        if self.optimizer is not None:
-            take_state(self.optimizer, {parameter: state for parameter, state in whole.items() if state})
-        return []
 
 
 class Mark:
