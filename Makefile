@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check types versions docs bench bench-peers faults fuzz soak gpu clean distclean
+.PHONY: help install demo test test-all test-deep check types versions docs bench bench-peers faults fuzz soak gpu clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -27,10 +27,15 @@ demo: install ## Train on handwritten digits, and replay GoogLeNet on links of 1
 PYTEST = $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, 2 * len(os.sched_getaffinity(0))))') --dist loadfile --no-loadscope-reorder
 
 test: install ## Run all tests but those that take long
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not deep"
 
-test-all: .venv/.trainers bench-peers ## Install the packages of trainers and the MPI libraries too, and run the tests that make test leaves out
-	$(PYTEST) -m slow
+test-all: install ## Install the packages of trainers and the MPI libraries too, and run the tests that make test leaves out
+	$(MAKE) --jobs=2 .venv/.trainers bench-peers
+	$(PYTEST) -m "slow and not deep"
+
+test-deep: install ## Run the tests that seldom tell anything new: all interleavings, all sizes, every case of a slow start (half an hour)
+	$(MAKE) --jobs=2 .venv/.trainers bench-peers
+	$(PYTEST) -m deep
 
 check: install ## Run ruff and mypy, and build the documentation
 	$(BIN)/ruff check
@@ -97,13 +102,14 @@ distclean: clean ## Also remove .venv, .peers and demo
 # the interpreter of .venv is used, so its stamp may be newer.
 .peers/%/.installed: constraints.txt | .venv/.installed
 	rm -rf .peers/$*.new
-	$(BIN)/python -m venv .peers/$*.new
-	.peers/$*.new/bin/python -m pip install --disable-pip-version-check -c constraints.txt mpi4py numpy $(PACKAGE_$*)
+	$(BIN)/python -m venv --without-pip .peers/$*.new
+	$(BIN)/python -m pip --python .peers/$*.new install --no-compile --disable-pip-version-check -c constraints.txt mpi4py numpy $(PACKAGE_$*)
 	grep -rlIF '/.peers/$*.new' .peers/$*.new | xargs sed -i 's|/\.peers/$*\.new|/.peers/$*|g'
 	touch .peers/$*.new/.installed
 	rm -rf .peers/$*
 	mv .peers/$*.new .peers/$*
 
+# Few of these packages' many modules are ever imported: they are compiled then.
 .venv/.trainers: .venv/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[trainers]"
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e ".[trainers]"
 	@touch $@

@@ -122,7 +122,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Of a test that says ``every(n)``, leave all cases but one of n to ``make test-all``.
 
     A case stays if the digits of its number in base n add up to a multiple of n. These numbers have no period, so what
-    stays has all values of parameters that take turns or are combined.
+    stays has all values of parameters that take turns or are combined. Of a test that says ``beyond(n)``, leave
+    the first n cases to ``make test-all`` and the others to ``make test-deep``.
     """
     if every := item.get_closest_marker("every"):
         name, (n,) = item.nodeid.partition("[")[0], every.args
@@ -132,6 +133,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             digits += digit
         if digits % n:
             item.add_marker("slow")
+        MET[name] += 1
+    if beyond := item.get_closest_marker("beyond"):
+        name, (n,) = item.nodeid.partition("[")[0], beyond.args
+        item.add_marker("slow" if MET[name] < n else "deep")
         MET[name] += 1
 
 

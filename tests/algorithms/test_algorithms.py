@@ -43,7 +43,7 @@ def test_the_numbers_of_workers_are_1_to_64():
     assert sorted(NUMBERS + OTHERS) == list(range(1, 65))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_algorithm_is_proved_for_the_other_numbers(text):
     numbers = OTHERS[::3] if "(" in text else OTHERS  # with arguments of their own, a third of them

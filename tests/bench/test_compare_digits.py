@@ -108,7 +108,7 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
     assert "ps(servers=1)" in console.file.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ddp_takes_either_hook_and_either_group(tmp_path: Path) -> None:
     hooks = "ddp(hook=powersgd)", "ddp(codec=onebit)"
     groups = "ddp(group=syncline, rate=8Gbit)", "ddp(codec=int8, group=syncline)"

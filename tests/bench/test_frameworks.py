@@ -58,7 +58,7 @@ def test_gradients_by_hand_are_those_of_differences() -> None:
             assert found[name].reshape(-1)[place] == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_workers_learn_what_one_does_in_rows_of_several_frameworks_side_by_side(tmp_path: Path) -> None:
     """No process imports another framework than its own, and their starter none."""
     torch = pytest.importorskip("torch")

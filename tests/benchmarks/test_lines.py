@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("contender", ["alone", "gloo", "backend", "lines"])
+@pytest.mark.beyond(2)
+@pytest.mark.parametrize("contender", ["lines", "alone", "gloo", "backend"])
 def test_a_contender_trains(contender: str, program: Callable[[str], ModuleType]) -> None:
     lines = program("lines")
     assert contender in lines.CONTENDERS

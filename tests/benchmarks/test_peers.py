@@ -22,7 +22,7 @@ CONTENDERS = ("gloo:native", "openmpi:native", "mpich:native", "intelmpi:native"
 ROUNDS = 12
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_threads(
     contender: str, program: Callable[[str], ModuleType]

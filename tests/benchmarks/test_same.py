@@ -29,7 +29,7 @@ def walked(there: Path, only: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_codec_that_rounds_otherwise_differs_and_others_do_not(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     path = Path(inspect.getsourcefile(registry.get("codecs", "int8").target) or "").relative_to(SOURCE)
@@ -44,7 +44,7 @@ def test_a_codec_that_rounds_otherwise_differs_and_others_do_not(tmp_path: Path)
     assert "DIFFER:\n  numpy descent: ring codec=int8\n      weights of ranks 0, 1, 2;" in found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_tree_does_not_differ_from_itself() -> None:
     status, found = walked(ROOT, "numpy resumed: sync=asp")
     assert status == 0, found

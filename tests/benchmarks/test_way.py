@@ -82,7 +82,7 @@ def test_circles_with_and_without_imports_for_types(program: Program, tmp_path: 
     assert circles(tmp_path, True) == [["toy.four", "toy.three"], ["toy.one", "toy.two"]]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_way_of_a_ring_goes_through_files_that_are_there() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "way"), "ring transport=tcp", "--framework", "numpy"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

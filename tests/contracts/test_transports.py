@@ -38,11 +38,13 @@ PACKAGES = {
 
 VARIANTS = ("checked", "shaped", "auto-far", "zmq-near")
 """Kinds that share nearly all with another one."""
+MARKS = dict.fromkeys((*VARIANTS, *MPI_KINDS[::3]), pytest.mark.slow)
+MARKS |= {kind: pytest.mark.deep for kind in MPI_KINDS if kind not in MARKS}
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in VARIANTS)) for kind in (*KINDS, "torch-near")],
+    [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in (*KINDS, "torch-near")],
 )
 def test_every_transport_keeps_all_laws(kind: str) -> None:
     if kind in PACKAGES:

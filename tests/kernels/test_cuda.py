@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 LIMIT_S = 300
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 # Packing, sums, division, roots, counting, settling, and conditions on arguments: what the others are made of too.
 CODECS = ["onebit", "qsgd", "ternary", "randomk(ratio=0.01)"]
 SCATTERED = {"_clear", "_take", "_spread"}

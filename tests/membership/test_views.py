@@ -48,12 +48,12 @@ CRASHES, ALL = "c", "cfld"
     [
         (2, 2, ALL, 2, 1),
         (3, 1, CRASHES, 1, 1),
-        pytest.param(3, 2, CRASHES, 1, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, CRASHES, 1, 1, marks=pytest.mark.deep),
         (3, 2, ALL, 0, 0),
         (4, 1, CRASHES, 0, 1),
-        pytest.param(4, 2, CRASHES, 0, 0, marks=pytest.mark.slow),
+        pytest.param(4, 2, CRASHES, 0, 0, marks=pytest.mark.deep),
         pytest.param(3, 1, ALL, 1, 0, marks=pytest.mark.slow),
-        pytest.param(4, 1, CRASHES, 1, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, CRASHES, 1, 0, marks=pytest.mark.deep),
     ],
 )
 def test_no_interleaving_breaks_a_rule(members: int, faults: int, kinds: str, timeouts: int, steps: int) -> None:
@@ -64,7 +64,7 @@ def test_no_interleaving_breaks_a_rule(members: int, faults: int, kinds: str, ti
 
 @pytest.mark.parametrize(
     ("members", "faults", "timeouts"),
-    [(3, 1, 0), pytest.param(3, 2, 1, marks=pytest.mark.slow), pytest.param(4, 1, 0, marks=pytest.mark.slow)],
+    [(3, 1, 0), pytest.param(3, 2, 1, marks=pytest.mark.deep), pytest.param(4, 1, 0, marks=pytest.mark.slow)],
 )
 def test_members_go_back_by_one_step_at_most(members: int, faults: int, timeouts: int) -> None:
     """Where weights are in parts. Some course goes back: a member has finished a step that the next view repeats."""

@@ -23,7 +23,7 @@ AT_FAULT = {"slow_rank": (1, None), "slow_link": (None, (1, 2)), "late_loader": 
 NEVER = {"slow_rank", "late_loader", "slow_loading", "slow_link", "shared_server", "small_buckets"}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_planted_causes_are_named_first(pool: Pool, address: str, tmp_path: Path) -> None:
     path, world = tmp_path / "t.json.gz", 4
     cases = [[[index, world, address], PLANTS, 8] for index in range(world)]

@@ -161,6 +161,7 @@ def test_the_workers_of_a_killed_torchrun_end(how: str) -> None:
         assert "the launcher is gone" in said
 
 
+@pytest.mark.beyond(1)
 @pytest.mark.parametrize(("victim", "script"), [(0, "backend"), (1, "syncline")])
 def test_torchrun_restarts_a_script_at_its_checkpoint(tmp_path: Path, victim: int, script: str) -> None:
     """A killed rank costs one step: its checkpoint was not written. Rank 0 writes those of the backend's script."""
@@ -228,6 +229,7 @@ def await_file(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.beyond(1)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_lost_rank_ends_a_job_of_mpi_and_the_next_one_goes_on_with_more_ranks(tmp_path: Path, library: str) -> None:
     def job(ranks: int, **plan: Any) -> tuple[int, str]:

@@ -172,13 +172,13 @@ def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return run_bodies(request.param, 5, folder, *parts, ["forks", "native transport=mpi"])
 
 
-@pytest.mark.slow
+@pytest.mark.beyond(1)
 def test_ranks_of_mpirun_train_as_one(mpi: list[list[Any]]) -> None:
     for results in mpi[: len(TRAIN)]:
         check_training(results)
 
 
-@pytest.mark.slow
+@pytest.mark.beyond(1)
 def test_the_weights_over_mpi_are_those_of_tcp_bit_for_bit(mpi: list[list[Any]]) -> None:
     """On five workers, and on four with a server."""
     found = dict(zip(TRAIN, map(pickle.dumps, mpi), strict=False))
@@ -186,7 +186,7 @@ def test_the_weights_over_mpi_are_those_of_tcp_bit_for_bit(mpi: list[list[Any]])
         assert len({found[strategy] for strategy in row}) == 1, row
 
 
-@pytest.mark.slow
+@pytest.mark.beyond(1)
 def test_collectives_over_mpi(mpi: list[list[Any]]) -> None:
     for results in mpi[len(TRAIN) : -1]:
         for sent, received in results:
@@ -194,7 +194,7 @@ def test_collectives_over_mpi(mpi: list[list[Any]]) -> None:
             assert received > 0
 
 
-@pytest.mark.slow
+@pytest.mark.beyond(1)
 def test_a_forked_child_does_a_run_over_mpi_no_harm(mpi: list[list[Any]]) -> None:
     for said, status in mpi[-1]:
         assert all("only the parent can communicate" in text for text in said)

@@ -191,8 +191,8 @@ def test_a_rank_that_is_lost_is_named_by_all_others(
             assert ("the data of this rank are spoilt" if fault == "raises" else "died") in rank.printed()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", ["DDP", "DDP hook", "FSDP2", "callbacks"])
+@pytest.mark.beyond(2)
+@pytest.mark.parametrize("use", ["DDP", "FSDP2", "DDP hook", "callbacks"])
 def test_a_rank_that_is_stopped_is_named_by_all_others(pool: Pool, address: str, use: str) -> None:
     """Which takes as long as a peer may give no sign of life."""
     with pool.start(bodies.loses_one, everyone(3, address, use, "is stopped", "ring transport=tcp")) as group:
@@ -302,7 +302,7 @@ main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_script_with_the_hook_ends_well(tmp_path: Path) -> None:
     """With nothing said, though the hook's threads and groups are still there."""
     script = tmp_path / "script.py"

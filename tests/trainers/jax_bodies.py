@@ -488,7 +488,7 @@ def hidden(place: Place) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {name: [] for name in HIDDEN}
     for name, jit in product(HIDDEN, (True, False)):
         with joined(place, "ring"):
-            params, made, state = begin("adam")
+            params, made, state = begin("sgd")
             step, around = step_of(made), HIDDEN[name]
             x, y = batch(0, syncline.rank(), syncline.world_size())
             params, state = jax.block_until_ready(step(params, state, x, y))
@@ -511,7 +511,7 @@ def scanned(place: Place, strategies: list[str]) -> list[tuple[Any, Any]]:
     found = []
     for strategy, scan in product(strategies, (True, False)):
         with joined(place, strategy):
-            params, made, state = begin("adam")
+            params, made, state = begin("momentum")
             step = step_of(made)
             drawn = [batch(number, syncline.rank(), syncline.world_size()) for number in range(5)]
             params, state = step(params, state, *drawn[0])

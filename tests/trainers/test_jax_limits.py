@@ -144,6 +144,7 @@ def test_what_one_rank_has_wrong_is_named_on_all(tmp_path: Path, name: str, call
         assert any("rank 1 (" in line and says in line for line in printed.splitlines()), printed
 
 
+@pytest.mark.deep
 def test_few_threads_are_enough(tmp_path: Path) -> None:
     """On one core, with arrays that JAX would hand to other threads, also where owners compute beside workers."""
     strategies = ["ring", "ring sync=local(steps=2)", "ps(servers=2, on=workers)", "ps(servers=1, on=workers)"]
@@ -152,6 +153,7 @@ def test_few_threads_are_enough(tmp_path: Path) -> None:
     assert one == other
 
 
+@pytest.mark.deep
 def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
     train_digits_without(tmp_path, ["torch", "tensorflow"], "jax_digits.py", JAX_PLATFORMS="cpu")
 
@@ -167,6 +169,7 @@ def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, 
     is_told_of(tmp_path, {"jax": module}, "syncline.jax", says)
 
 
+@pytest.mark.beyond(1)
 @pytest.mark.parametrize("name", ["apply_if_finite", "MultiSteps", "conditionally_transform"])
 def test_what_skips_steps_belongs_inside(tmp_path: Path, name: str) -> None:
     """Around an exchange, a rank that skips would pair its gradients with others' of another step."""
@@ -179,6 +182,7 @@ def test_what_skips_steps_belongs_inside(tmp_path: Path, name: str) -> None:
         check_near(params, wanted, name)
 
 
+@pytest.mark.deep
 def test_a_step_that_was_traced_before_is_refused_where_a_rank_may_leave_it_out(tmp_path: Path) -> None:
     """No number tells of it at run time: a rank that has left a step out makes the next one under the same number."""
     for found in ranks(tmp_path, "jax_bodies.hidden", WORKERS).found():

@@ -23,7 +23,7 @@ def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
     ddp = scripts.weights(tmp_path, "ddp")
     assert "2 ranks over syncline: loss" in scripts.run(EXAMPLE, "syncline", tmp_path)
     assert scripts.distance(scripts.weights(tmp_path, "syncline"), ddp) < 1e-6
-    scripts.run(*scripts.RUN, "--strategy", "tree transport=tcp codec=int8", EXAMPLE, "syncline", tmp_path)
+    scripts.run_forked("lightning", EXAMPLE, "syncline", tmp_path, SYNCLINE_STRATEGY="tree transport=tcp codec=int8")
     assert 1e-6 < scripts.distance(scripts.weights(tmp_path, "syncline"), ddp) < 0.05
 
 

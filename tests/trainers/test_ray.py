@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 import scripts_of_trainers as scripts
 
 scripts.need("ray", "pyarrow")
@@ -19,6 +20,7 @@ def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
     assert scripts.distance(scripts.weights(tmp_path, "gloo"), scripts.weights(tmp_path, "syncline")) < 1e-6
 
 
+@pytest.mark.deep
 def test_ray_starts_workers_again_that_go_on_at_their_checkpoint(tmp_path: Path) -> None:
     """The step that broke is repeated. Ray itself has no elastic run to offer."""
     run_ray(Path(__file__).with_name("ray_restarted.py"), tmp_path)

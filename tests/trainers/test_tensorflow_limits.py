@@ -36,6 +36,7 @@ def test_what_is_beside_the_weights_is_alike_on_all_ranks(tmp_path: Path) -> Non
         assert all(np.isfinite(a).all() for a in mine), name
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("threads", [1, 2])
 def test_few_threads_are_enough(tmp_path: Path, threads: int) -> None:
     """On one core: two models in one graph, in a loop whose gradients wait for nothing."""
@@ -137,6 +138,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> 
     ranks(tmp_path, f"tensorflow_cases.{name}", WORKERS).all_named(says, dead=dead)
 
 
+@pytest.mark.deep
 def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
     train_digits_without(tmp_path, ["torch", "jax", "optax"], "tensorflow_digits.py", CUDA_VISIBLE_DEVICES="-1")
 
