@@ -52,7 +52,7 @@ CRASHES, ALL = "c", "cfld"
         (3, 2, ALL, 0, 0),
         (4, 1, CRASHES, 0, 1),
         pytest.param(4, 2, CRASHES, 0, 0, marks=pytest.mark.deep),
-        pytest.param(3, 1, ALL, 1, 0, marks=pytest.mark.slow),
+        pytest.param(3, 1, ALL, 1, 0, marks=pytest.mark.deep),
         pytest.param(4, 1, CRASHES, 1, 0, marks=pytest.mark.deep),
     ],
 )
