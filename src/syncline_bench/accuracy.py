@@ -135,8 +135,6 @@ def request_of(
     The reference is the strategy ``single`` (one worker) if listed, else the first strategy. For codecs it is the
     dense exchange.
     """
-    if workers < 2:
-        raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone sends nothing")
     if not seeds or min(seeds) < 0:
         raise UsageError(f"--seeds has to be one or more numbers from 0, got {', '.join(map(str, seeds)) or 'none'}")
     if len(set(seeds)) < len(seeds):

@@ -113,7 +113,7 @@ def comparison_of(
     default ``LOOKS`` times per epoch. ``launcher`` is a text of ``read_launcher``.
     """
     counts = _counts([workers] if isinstance(workers, int) else workers)
-    _check_numbers(epochs, iterations, batch, evaluate_every, target, seed)
+    _check_numbers(epochs, iterations, target)
     timeline = None if timeline_path is None else checked_target(timeline_path)
     json_file, report_file, timeline = result_paths({"--json": json_path, "--report": report_path, "--trace": timeline})
     rate, starts = None if lab is None else _rate(lab), read_launcher(launcher)
@@ -149,24 +149,11 @@ def _able(frameworks: Sequence[str], contenders: Sequence[Contender]) -> Sequenc
     return entries
 
 
-def _check_numbers(
-    epochs: int | None,
-    iterations: int | None,
-    batch: int | None,
-    evaluate_every: int | None,
-    target: float | None,
-    seed: int,
-) -> None:
+def _check_numbers(epochs: int | None, iterations: int | None, target: float | None) -> None:
     if epochs is not None and iterations is not None:
         raise UsageError("--epochs and --iterations both set the length of training: give one of them")
-    numbers = {"--epochs": epochs, "--iterations": iterations, "--batch": batch, "--evaluate-every": evaluate_every}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{name} has to be 1 or more, got {value}")
     if target is not None and not 0 < target <= 1:
         raise UsageError(f"--target has to be an accuracy above 0 and up to 1, such as 0.97, got {target:g}")
-    if seed < 0:
-        raise UsageError(f"--seed has to be 0 or more, got {seed}")
 
 
 def _rows(contenders: Mapping[int, Sequence[Contender]], framework: str) -> list[tuple[int, Contender]]:
@@ -191,10 +178,7 @@ def _looked_at(case: Case, workload: Workload, target: float | None, evaluate_ev
 
 
 def _counts(workers: Sequence[int]) -> list[int]:
-    """The numbers of workers, ascending. Raises UsageError for an empty list, a number below 1 or a duplicate."""
-    for count in workers:
-        if count < 1:
-            raise UsageError(f"--workers has to be 1 or more, got {count}")
+    """The numbers of workers, ascending. Raises UsageError for an empty list or a duplicate."""
     if len(set(workers)) < len(workers) or not workers:
         raise UsageError(f"--workers takes different numbers, got {', '.join(map(str, workers)) or 'none'}")
     return sorted(workers)

@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 
-from syncline.errors import UsageError
 from syncline.timeline.chrome import middle
 from syncline.timeline.folder import Assembly
 
@@ -53,8 +52,6 @@ def run(
     """
     comparison = comparison_of(workload, workers, strategies, **options)
     limit = SILENCE_LIMIT_S if timeout is None else timeout
-    if limit <= 0:
-        raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
     output = console_beside(comparison.json_path, comparison.report_path)
     return carry_out(comparison, limit, console or Console(stderr=True), output)
 

@@ -113,6 +113,7 @@ def test_the_command_measures_what_is_named(tmp_path: Path) -> None:
         (["--codecs", "int9"], "did you mean 'int8'"),
         (["--codecs", "int8(block=3)"], "multiple of 4"),
         (["--elements", "0"], "x>=1"),
+        (["--repetitions", "0"], "x>=1"),
         (["--workers", "1"], "x>=2"),
         (["--elements", "99999999999999"], "fewer --elements"),
         (["--json", "/proc/nowhere/rows.json"], "choose another path"),
@@ -126,12 +127,6 @@ def test_mistakes_are_named_before_anything_is_measured(
     assert done.exit_code == 2
     assert says in done.output
     assert "Traceback" not in done.output
-
-
-def test_the_library_refuses_the_same() -> None:
-    for values in ((["int8"], 0, 1, 4), (["int8"], 1, 0, 4), (["int8"], 1, 1, 1)):
-        with pytest.raises(UsageError, match="or more"):
-            codec_bench.request_of(*values)
 
 
 def test_an_interrupt_ends_with_its_status_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from syncline.engine.trace import begin
-from syncline.errors import UsageError
 from syncline.strategy.words import PRESETS
 from syncline.timeline.folder import open_part
 from syncline_bench import compare
@@ -140,9 +139,3 @@ def test_rows_are_recorded_apart_and_put_together_whatever_becomes_of_the_rest(
     assert "Timeline: ring" in page
     assert "Timeline: tree" in page
     assert sorted(found.name for found in tmp_path.iterdir()) == ["r.html", "r.json", "t.json.gz"]
-
-
-def test_a_time_limit_has_to_be_positive() -> None:
-    pytest.importorskip("sklearn")
-    with pytest.raises(UsageError, match="more than 0 seconds"):
-        compare.run("digits", 2, ["ring"], timeout=0)

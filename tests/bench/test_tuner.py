@@ -287,7 +287,6 @@ def test_a_codec_that_learns_half_as_fast_has_to_be_twice_as_fast() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"workers": 1}, "--workers has to be 2 or more"),
         ({"budget_s": 0.0}, "--budget has to be more than 0"),
         ({"strategy": "ps(servers=1)"}, r"on=workers"),
         ({"searcher": "bayess"}, "bayess"),

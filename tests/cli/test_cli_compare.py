@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from calling import Recorder, call
 
 
@@ -48,3 +49,24 @@ def test_workers_are_a_list(compared: Recorder) -> None:
     assert call("compare", "--workers", "1", "2", "4", "--strategies", "mxnet").exit_code == 0
     assert (compared.kwargs["workers"], compared.kwargs["strategies"]) == ((1, 2, 4), ("mxnet",))
     assert call("compare", "--workers", "2", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compare --iterations 0",
+        "compare --epochs -1",
+        "compare --batch 0",
+        "compare --evaluate-every 0",
+        "compare --seed -1",
+        "compare --timeout 0",
+        "compare --workers 0",
+        "tune --workers 1",
+        "tune --seed -1",
+    ],
+)
+def test_numbers_out_of_range_are_refused(words: str, compared: Recorder) -> None:
+    done = call(*words.split())
+    assert done.exit_code == 2
+    assert "is not in the range" in done.output
+    assert compared.kwargs == {}

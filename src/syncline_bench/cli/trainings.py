@@ -60,7 +60,9 @@ LAB = click.option(
 @EPOCHS
 @ITERATIONS
 @BATCH
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and data order.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and data order."
+)
 @JSON
 @REPORT
 @TRACE
@@ -145,7 +147,9 @@ def accuracy(seeds: tuple[str, ...], codecs: tuple[str, ...], **options: Any) ->
 @click.option("--framework", default="torch", show_default=True, help="Framework: torch, tensorflow, jax or numpy.")
 @BATCH
 @click.option("--network", metavar="NAME|FILE", help="Network for predictions, in place of a measurement.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights, batches and the search.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights, batches and the search."
+)
 @JSON
 @click.option(
     "--resume", "resume_path", type=OLD_FILE,

@@ -52,9 +52,6 @@ def request_of(
     texts: Sequence[str], elements: int, repetitions: int, workers: int = WORKERS, device: str = "cpu"
 ) -> Request:
     """A checked request, for all codecs when ``texts`` is empty; raises UsageError with the remedy."""
-    for name, value, least in (("elements", elements, 1), ("repetitions", repetitions, 1), ("workers", workers, 2)):
-        if value < least:
-            raise UsageError(f"--{name} has to be {least} or more, got {value}")
     if device != "cpu":
         from .on_device import checked
 

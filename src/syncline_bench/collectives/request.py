@@ -101,8 +101,6 @@ def request_of(
         contenders = _default_contenders(chosen, lab_rate is not None, per_host)
     if lab_rate is not None and lab_rate <= 0:
         raise UsageError(f"--lab needs the rate of its links, such as 1gbit, got {lab_rate:g} bit/s")
-    if repetitions is not None and repetitions < 1:
-        raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
     if per_host > 1 and lab_rate is None:
         raise UsageError("--per-host describes the hosts of a lab: give the rate of its links too, such as --lab 1gbit")
     worlds = tuple(dict.fromkeys(ranks or (LAB_RANKS if lab_rate is not None else DEFAULT_RANKS)))

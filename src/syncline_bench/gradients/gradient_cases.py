@@ -162,8 +162,6 @@ def request_of(
     repetitions: int = DEFAULT_REPETITIONS,
 ) -> Request:
     """A checked request. Empty sequences mean the defaults. Raises UsageError."""
-    if repetitions < 1:
-        raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
     worlds = tuple(dict.fromkeys(ranks or DEFAULT_RANKS))
     for world in worlds:
         if not 1 <= world <= MOST_RANKS:

@@ -140,8 +140,6 @@ def request_of_tuning(
     resume_path: Path | None = None,
 ) -> Request:
     """Check all arguments before any process starts. Raises UsageError with the remedy."""
-    if workers < 2:
-        raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone exchanges nothing")
     if budget_s <= 0:
         raise UsageError(f"--budget has to be more than 0 seconds, such as 60s, got {budget_s:g}s")
     registry.get("searchers", searcher)
