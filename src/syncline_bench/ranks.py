@@ -304,15 +304,21 @@ class Line:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Report an error inside to the starter and end the process, because a group's other ranks may never come."""
+        """Tell the starter that what is inside has ended, or report its error and end the process at once.
+
+        It cannot go on after an error, because a group's other ranks may never come.
+        """
         try:
             yield
+        except SystemExit:  # of a server, when all workers have left
+            self.send("done")
+            raise
         except Exception as error:
             with suppress(OSError):  # the starter may be gone
                 self.connection.fail(error)
             traceback.print_exc()
-            # At once: MPI would wait for all ranks at this one's exit.
-            os._exit(1)
+            os._exit(1)  # MPI would wait for all ranks at this one's exit
+        self.send("done")
 
     def orders(self) -> Iterator[dict[str, Any]]:
         """The starter's orders, one after the other, until it orders the end."""
@@ -320,10 +326,6 @@ class Line:
         while order := self._hear():
             yield order
             self.send("done")
-
-    def finish(self) -> None:
-        """Tell the starter that this rank has finished."""
-        self.send("done")
 
     def send(self, kind: str, **content: Any) -> None:
         """Send the starter a report. If the starter is gone, end this process."""

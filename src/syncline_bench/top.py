@@ -39,6 +39,7 @@ _GONE = 3
 
 _LINE = re.compile(r"(syncline_\w+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _TEXT_CHARS = 200
 
 _COLUMNS = (
@@ -261,18 +262,13 @@ def read(text: str) -> Seen:
             numbers[name] = value
     if "rank" not in info:
         raise ValueError("something else than metrics of Syncline is served there")
-    first, _, last = info.get("ports", "").partition("-")
-    ports = (
-        (int(first), int(last))
-        if first.isascii() and first.isdigit() and last.isascii() and last.isdigit()
-        else (0, -1)
-    )
+    ports = _PORTS.fullmatch(info.get("ports", ""))
     sent, received = peers.values()
     return Seen(
         info["rank"],
         info.get("strategy", ""),
         info.get("workers", ""),
-        ports,
+        (0, -1) if ports is None else (int(ports[1]), int(ports[2])),
         Stats(
             "",
             blocked_s=numbers.get("syncline_blocked_seconds_total", 0.0),

@@ -114,12 +114,7 @@ def main(text: str, lines: str) -> None:
     with line.telling():
         framework_of(job.framework).target.loaded()  # type: ignore[attr-defined]
         begun = time.perf_counter()
-        try:
-            train(job, side_of(job.strategy), line.send, time.perf_counter() - begun, place.rank)
-        except SystemExit:  # of a server, when all workers have left
-            line.finish()
-            raise
-        line.finish()
+        train(job, side_of(job.strategy), line.send, time.perf_counter() - begun, place.rank)
 
 
 def train(

@@ -168,7 +168,6 @@ def main(text: str, lines: str) -> None:
             _carry_out(order, workload, line)
             gc.collect()  # hooks keep models of hundreds of megabytes in reference cycles
             gc.freeze()  # the remaining objects were loaded once and stay
-        line.finish()
 
 
 def _carry_out(order: dict[str, Any], workload: Workload, line: Line) -> None:

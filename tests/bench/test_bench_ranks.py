@@ -134,7 +134,6 @@ ORDERS = """
 with line.telling():
     for order in line.orders():
         {}
-    line.finish()
 """
 
 

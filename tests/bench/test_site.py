@@ -82,7 +82,7 @@ def result():
     line.send("result", iterations=10, warmup=2, measures=dict.fromkeys(names, 1.0 + rank), chosen="ring transport=tcp",
          curve=[], sent={}, received={}, sha256="a", start_s=0.5, peak_bytes=1 << 28,
          staleness={}, version_lag={}, waited_s={}, mean_compute_s=1.0, cpu_s=1.0)
-    line.finish()
+    line.send("done")
 def forever():
     while True:
         signal.pause()

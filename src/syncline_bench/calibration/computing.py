@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -73,7 +73,9 @@ def _plain() -> tuple[dict[str, Estimate], dict[str, str]]:
     contestants: dict[str, Timed] = {"gamma": Addition(_ELEMENTS), "copy": _Copy(_ELEMENTS)}
     with contextlib.ExitStack() as stack:
         if find_spec("torch") is not None:
-            stack.enter_context(_one_thread())
+            from ..codecs.compositions import one_thread
+
+            stack.enter_context(one_thread())
             contestants["update"] = _Update(_ELEMENTS)
         rounds = rounds_in_turn(list(contestants.values()), _ELEMENTS, _REPETITIONS)
     found = {
@@ -122,11 +124,3 @@ class _Update:
         begun = time.perf_counter()
         self._optimizer.step()
         return (time.perf_counter() - begun,)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    from ..codecs.compositions import one_thread  # needs torch
-
-    with one_thread():
-        yield

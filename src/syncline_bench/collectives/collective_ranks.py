@@ -35,7 +35,6 @@ def main(text: str, lines: str) -> None:
         for order in line.orders():
             bench.turn(**order)
         bench.close()
-        line.finish()
 
 
 class Limits:

@@ -38,7 +38,6 @@ def main(text: str, lines: str) -> None:
         for order in line.orders():
             bench.measure(order["model"])
         bench.close()
-        line.finish()
 
 
 class _Bench:

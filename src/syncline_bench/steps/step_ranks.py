@@ -71,7 +71,6 @@ def main(text: str, lines: str) -> None:
         for order in line.orders():
             line.send("measured", **measure(work, order["tensors"]))
         api.shutdown()
-        line.finish()
 
 
 def measure(work: Work, tensors: int) -> dict[str, Any]:
