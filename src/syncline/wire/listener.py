@@ -110,13 +110,13 @@ def open_door(address: str, port: int = 0, world: int = 1) -> socket.socket:
     return _bound(_family(address), (address, port), reuse, world)
 
 
-def bind_here(address: str = "127.0.0.1", port: int = 0, *, again: bool = True) -> socket.socket:
+def bind_here(address: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """A TCP socket bound to a port of this machine, by default a free one, and not listening.
 
-    While it is open the kernel gives the port to no process that asks for a free one. A socket with SO_REUSEADDR can
-    still listen on it; ``again`` sets that option for this socket.
+    While it is open the kernel gives the port to no process that asks for a free one. A socket with SO_REUSEADDR, such
+    as this one, can still listen on it.
     """
-    return _bound(_family(address), (address, port), again)
+    return _bound(_family(address), (address, port), reuse=True)
 
 
 def _family(address: str) -> int:

@@ -294,10 +294,10 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def versions_here(installed: Callable[[str], str] = _installed) -> dict[str, str]:
+def versions_here() -> dict[str, str]:
     """The versions of Python and of the packages that results depend on."""
-    found = {name: installed(name) for name in _SHOWN}
-    found["tensorflow"] = found["tensorflow"] or installed("tensorflow-cpu")
+    found = {name: _installed(name) for name in _SHOWN}
+    found["tensorflow"] = found["tensorflow"] or _installed("tensorflow-cpu")
     return {"Python": platform.python_version(), **{name: version for name, version in found.items() if version}}
 
 

@@ -154,10 +154,10 @@ def strategy_styles(strategies: Sequence[str]) -> tuple[Style, ...]:
     return tuple(styles[text] for text in strategies)
 
 
-def line_styles(count: int, width: float = 1.6) -> tuple[Style, ...]:
+def line_styles(count: int) -> tuple[Style, ...]:
     """Styles for ``count`` lines, distinguished by colour and dash pattern together."""
     pairs = zip(cycle(PALETTE), cycle(_DASHES), range(count), strict=False)
-    return tuple(Style(color, dash, width) for color, dash, _ in pairs)
+    return tuple(Style(color, dash, 1.6) for color, dash, _ in pairs)
 
 
 def drawable(row: Drawn) -> Drawn:

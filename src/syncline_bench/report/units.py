@@ -94,9 +94,9 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
-def number(value: float | None, decimals: int = 4) -> str:
-    """A plain number with fixed decimals, such as a loss."""
-    return MISSING if value is None else _fixed(value, decimals)
+def number(value: float | None) -> str:
+    """A plain number with four decimals, such as a loss."""
+    return MISSING if value is None else _fixed(value, 4)
 
 
 def verdict(value: bool | None) -> str:

@@ -176,18 +176,11 @@ def _flat_and_tree(workers: int) -> tuple[Plan, plans.ProcessPlacement]:
     return Plan.of(FLAT_AND_TREE, workers, tree.chunks, rows), placement
 
 
-def iteration(
-    text: str,
-    cluster: Cluster,
-    workers: int,
-    model: settings.Model,
-    habits: Habits = THEIRS,
-    per_host: int | None = None,
-) -> settings.Iteration:
-    """Simulate a model under a strategy. Returns the mean iteration."""
-    return simulate(setting_of(Strategy.parse(text), cluster, workers, per_host), model, habits)
+def iteration(text: str, cluster: Cluster, workers: int, model: settings.Model) -> settings.Iteration:
+    """Simulate a model under a strategy, with the papers' habits. Returns the mean iteration."""
+    return simulate(setting_of(Strategy.parse(text), cluster, workers), model, THEIRS)
 
 
-def efficiency(text: str, cluster: Cluster, workers: int, model: settings.Model, habits: Habits = THEIRS) -> float:
+def efficiency(text: str, cluster: Cluster, workers: int, model: settings.Model) -> float:
     """The scaling efficiency: throughput relative to the same workers without any exchange."""
-    return model.computing_s / iteration(text, cluster, workers, model, habits).iteration_s
+    return model.computing_s / iteration(text, cluster, workers, model).iteration_s
