@@ -99,7 +99,7 @@ def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
                 with suppress(ValueError, RecursionError):
                     line = json.loads(text[begun:])
         if not _is_line(line):
-            raise UsageError(f"line {number} of {path} is none of syncline run --samples")
+            raise UsageError(f"line {number} of {path} was not written by syncline run --samples")
         if line["sampler"]:
             raise NotBuiltError(f"{path} has the steps of several samplers: only those of one can be repeated")
         before = found.get((line["epoch"], line["step"]), line)

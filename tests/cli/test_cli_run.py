@@ -131,8 +131,8 @@ def test_run_goes_on_without_a_worker_and_names_it(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("weights", "line 1 of LOG is none of syncline run --samples"),
-        ('{"epoch": 0}\n', "line 1 of LOG is none of syncline run --samples"),
+        ("weights", "line 1 of LOG was not written by syncline run --samples"),
+        ('{"epoch": 0}\n', "line 1 of LOG was not written by syncline run --samples"),
         (
             '{"sampler": 1, "members": [0], "view": 1, "nodes": [], "strategy": "", "algorithms": [], "epoch": 0,'
             ' "step": 0, "samples": []}',

@@ -119,7 +119,7 @@ def test_a_caller_that_falls_silent_within_tls_is_refused_in_time(caplog: pytest
         silent.sendall(handshake.check_answer(SECRET, said, reply, tls=True))
         with called(door, of(2), source=2), door.take([2], "data", LIMIT_S)[2]:
             assert silent.recv(1) == b""
-    assert "it fell silent during the handshake, in that of TLS" in caplog.text
+    assert "it fell silent during the handshake, in its TLS part" in caplog.text
 
 
 def test_no_byte_passes_the_wire_as_it_is() -> None:

@@ -91,7 +91,7 @@ class Checksums:
 
 
 _MOST = 2**63 - 2
-"""The greatest start of a header's checksum; that of its body's is one more."""
+"""The greatest start of a header's checksum; its body's starts at one more."""
 
 
 def _place(data: bytes | memoryview) -> tuple[int, int]:

@@ -157,7 +157,7 @@ class _Caller:
     def progress(self) -> str:
         """How far its handshake has come, for messages."""
         if self.sealed is not None:
-            return "in that of TLS"
+            return "in its TLS part"
         return f"after {len(self.got)} of {self.wanted} bytes"
 
 

@@ -105,7 +105,8 @@ class Name:
         if library == "mpi":
             return {self.setting: {}}
         if self.setting not in every:
-            raise UsageError(f"{self.text}: the settings of {library or 'this peer'} are {', '.join(every) or 'none'}")
+            has = f"the settings of {library} are {', '.join(every)}" if every else "this peer has no settings"
+            raise UsageError(f"{self.text}: {has}")
         return {self.setting: every[self.setting]}
 
     @property
