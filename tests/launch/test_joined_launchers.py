@@ -501,7 +501,7 @@ def test_an_answer_that_no_launcher_gives_is_refused(answer: dict[str, Any]) -> 
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
         socket.create_connection(door.getsockname()) as here,
-        pytest.raises(ProtocolError, match="gives an answer that no launcher gives"),
+        pytest.raises(ProtocolError, match="gives an answer of no known form"),
     ):
         Guest(Link(here, "there"), answer, 2 if answer.get("numbers") == [1, 1] else 1, SECRET)
 

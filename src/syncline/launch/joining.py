@@ -253,7 +253,7 @@ class Reception:
             link.cut()
 
     def _heard(self, link: Link, frame: Frame) -> None:
-        """Handle a frame of a joining launcher. A frame that no launcher sends ends the connection."""
+        """Handle a frame of a joining launcher. A frame of no known form ends the connection."""
         numbers = self._guests[link]
         match frame:
             case {"workers": int(workers), "version": str(version)} if not numbers and workers > 0:
@@ -265,7 +265,7 @@ class Reception:
             case _ if "from" in frame or "ended" in frame:
                 pass  # of a worker whose end is known
             case _:
-                raise ProtocolError(f"a frame that no launcher sends: {frame!r:.100}", rank=-1)
+                raise ProtocolError(f"a frame of no known form: {frame!r:.100}", rank=-1)
 
     def _answer(self, link: Link, workers: int, version: str) -> None:
         refused = self._refuses or self._relay.refusal(workers)
@@ -333,7 +333,7 @@ class Guest(Lines):
             } if _are_numbers(numbers, workers) and _are_texts(told):  # fmt: skip
                 super().__init__(numbers, processes, least, most, servers)
             case _:
-                raise ProtocolError(f"the launcher at {link.name} gives an answer that no launcher gives", rank=-1)
+                raise ProtocolError(f"the launcher at {link.name} gives an answer of no known form", rank=-1)
         self.shared = {**told, "SYNCLINE_RUN_ID": run, "SYNCLINE_SECRET": secret}
         self._statuses: list[int] = []
         self._over = False

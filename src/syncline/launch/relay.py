@@ -654,7 +654,7 @@ class RelayLine:
         except OSError:
             data = b""
         if not data:
-            raise GroupError("syncline run has ended, over which the workers that are left would have agreed to go on")
+            raise GroupError("syncline run has ended, through which the remaining workers agree to go on")
         return _read(data)
 
 

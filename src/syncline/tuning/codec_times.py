@@ -41,7 +41,6 @@ from ..codecs import Chooses, Codec, Combine, Floats, NeedsFeedback, Rounds, Wra
 from ..codecs.dense import Dense
 from ..compression.reducers import Flows, Operand, Way
 from ..compression.reducers.ways import WAYS, without_data
-from ..errors import UsageError
 from ..nouns import Spec
 from ..strategy.grammar import Part, read_part
 from ..strategy.words import bind, build, write
@@ -230,13 +229,7 @@ def in_turn(
 def rounds_in_turn(
     contestants: Sequence[Timed], elements: int, repetitions: int, progress: Progress | None = None
 ) -> list[list[tuple[float, ...]]]:
-    """The seconds of each contestant's parts in every repetition, after an untimed one.
-
-    Raises UsageError if there is nothing to measure.
-    """
-    for name, value in (("elements", elements), ("repetitions", repetitions)):
-        if value < 1:
-            raise UsageError(f"{name} must be 1 or more, got {value}")
+    """The seconds of each contestant's parts in every repetition, after an untimed one."""
     random = np.random.default_rng(0)
     numbers = random.standard_normal(elements + _SHIFT * (repetitions + 1), np.float32) * _SCALE
     calls = min(_MOST_CALLS, math.ceil(_LEAST_ELEMENTS / elements))
@@ -272,8 +265,6 @@ class Trial:
     """One codec, with or without error feedback, ready to be timed repeatedly."""
 
     def __init__(self, text: str, feedback: bool, elements: int) -> None:
-        if elements < 1:
-            raise UsageError(f"elements must be 1 or more, got {elements}")
         self.text = text
         self._codec, chosen_feedback, _ = codec_of(build("codecs", read_part(text)), _matrix(elements))
         self.feedback = feedback or chosen_feedback
