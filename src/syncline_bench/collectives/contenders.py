@@ -163,7 +163,7 @@ def check_name(name: Name, kind: Collective, ranks: int) -> None:
     group = Group(ranks)
     resolved = name.strategy.resolve(group)
     if kind.name != "allreduce" and not name.exact:
-        raise UsageError(f"{name.text}: gradients are compressed, which are averaged; {kind.name} takes no codec")
+        raise UsageError(f"{name.text}: codecs are for gradients, which an allreduce averages; {kind.name} takes none")
     if resolved.collective is None:
         plan_of(resolved, kind, group)
 
