@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 from ..errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
 from ..global_batches import GlobalBatches, go_on, log_lost_pushes, log_of_pushes
@@ -67,7 +68,8 @@ class Members:
             self._mark = self._marked()
 
     def _marked(self) -> Mark:
-        models = [made.mark() for made in process.prepared]
+        before = () if self._mark is None else self._mark.models
+        models = [made.mark(one) for made, one in zip_longest(process.prepared, before)]
         if not any(model.whole for model in models):
             return Mark(self._keeper.finished, models, (), (), b"")
         shared = self._shared()

@@ -209,9 +209,9 @@ class Prepared:
         """
         return HeldParts() if self.client is None else self.client.owned.owners.hold().count_from(earlier)
 
-    def mark(self) -> Mark:
-        """Remember the values that the next step may change before it breaks."""
-        return Mark(self)
+    def mark(self, before: Mark | None = None) -> Mark:
+        """Remember the values that the next step may change before it breaks, in the memory of the mark ``before``."""
+        return Mark(self, before)
 
     def take_over(self, root: int, steps: int, mark: Mark | None) -> None:
         """Go on from the agreed weights of ``root`` after so many steps, if the sync mode exchanges weights.
@@ -448,17 +448,21 @@ class Mark:
     """The values of a model before a step, to which a worker of an elastic run returns if the step breaks.
 
     Until a step has exchanged gradients it changes buffers only. Steps of workers that train alone change all values
-    until weights are exchanged: then the mark is ``whole``, and has copies of them and of the optimizer's state.
+    until weights are exchanged: then the mark is ``whole``, and has copies of them and of the optimizer's state. A mark
+    takes the memory of the one ``before``, which is then of no more use.
     """
 
-    def __init__(self, made: Prepared) -> None:
+    def __init__(self, made: Prepared, before: Mark | None = None) -> None:
         replica, self._given = made.replica, made.given
         weights = replica.trained.weights
         self.steps = replica.steps
         self.whole = weights is not None and not replica.trained.machine.due
         self.memory: list[torch.Tensor] | None = None
         """What the sync mode remembers between exchanges, one tensor for each parameter."""
-        self._values = [tensor.detach().clone() for tensor in self._tensors()]
+        # Every step takes a mark, so it does not search the modules again: they may replace their buffers.
+        self._homes: list[dict[str, torch.Tensor | None]]
+        self._homes = [one._buffers for one in made.given.model.modules()] if before is None else before._homes
+        self._values: list[torch.Tensor] = _copies(self._tensors(), [] if before is None else before._values)
         self._state = _cloned(made.optimizer.state) if self.whole and made.optimizer is not None else None
         self._centre: list[torch.Tensor] = []
         if self.whole and isinstance(weights, AgreedWeights):
@@ -467,7 +471,7 @@ class Mark:
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self.whole:
-            return list(self._given.model.buffers())
+            return [buffer for home in self._homes for buffer in home.values() if buffer is not None]
         return [tensor for _, tensor in Selection(self._given.model, self._given.options).tensors()]
 
     def put_back(self) -> None:
@@ -482,6 +486,16 @@ class Mark:
         if optimizer is not None and self._state is not None:
             optimizer.state.clear()
             optimizer.state.update(_cloned(self._state))
+
+
+def _copies(tensors: list[torch.Tensor], memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of many small tensors, by one call if ``memory`` fits them."""
+    alike = [(one.shape, one.dtype, one.device) for one in tensors]
+    if not alike or alike != [(one.shape, one.dtype, one.device) for one in memory]:
+        return [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        torch._foreach_copy_(memory, tensors)
+    return memory
 
 
 State = Mapping[torch.Tensor, Mapping[str, Any]]
