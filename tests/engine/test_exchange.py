@@ -21,7 +21,7 @@ from syncline.algorithms.hierarchical import hierarchical
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
 from syncline.compression.reducers import Message, Reducer, Round, Total
-from syncline.engine.exchange import MOST_ACTIONS, Exchange, Run, Segment
+from syncline.engine.exchange import MOST_ACTIONS, Exchange, Run, Segment, segment_bytes_of
 from syncline.engine.order import KEYS, CodedOrder
 from syncline.engine.reducing import MOST_PIECES, Reducing
 from syncline.errors import PeerLost, ProtocolError, SynclineError, UsageError
@@ -221,6 +221,17 @@ def test_arrays_that_are_no_flat_memory_are_refused(array: NDArray[Any]) -> None
     _, exchanges, runs = pair()
     with pytest.raises(UsageError, match="one-dimensional contiguous"):
         exchanges[0].start(Run(runs[0].program, array, 0, "bucket"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "chunk_bytes", "segment_bytes"),
+    [("ring", 2, 10, 20), ("ring", 16, 10, 100), ("ring", 2, None, 100), ("all_gather", 2, 10, 100)],
+)
+def test_only_plans_that_add_are_cut_into_chunks_for_the_cache(
+    algorithm: str, workers: int, chunk_bytes: int | None, segment_bytes: int
+) -> None:
+    plan = registry.get("algorithms", algorithm).target(Group(workers))
+    assert segment_bytes_of(plan, 100, chunk_bytes) == segment_bytes
 
 
 @pytest.mark.parametrize("arguments", [{"segment_bytes": 0}, {"window": 0}])

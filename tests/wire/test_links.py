@@ -22,7 +22,7 @@ from frames import header
 from syncline.errors import ProtocolError
 from syncline.kernels.passes import CODES
 from syncline.kernels.rows import PIECE_BYTES
-from syncline.wire.links import _LARGE_BYTES, CONTROL, Frame, Link, Loop, broken, moved_bytes
+from syncline.wire.links import _LARGE_BYTES, CONTROL, Frame, Link, Loop, broken, leave_unpaced, moved_bytes
 from syncline.wire.scratch import Adding, Scratch, can_add
 
 
@@ -537,3 +537,21 @@ def test_a_wait_that_fails_raises() -> None:
 def test_numbers_in_another_byte_order_are_not_added_while_they_come() -> None:
     assert can_add(np.dtype("<f4"))
     assert not can_add(np.dtype(">f4"))
+
+
+@pytest.mark.parametrize(("source", "paced"), [("127.0.0.1", False), ("127.0.0.2", True)])
+def test_only_a_connection_from_an_address_to_itself_leaves_the_default_congestion_control(
+    source: str, paced: bool
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname(), source_address=(source, 0)) as mine,
+    ):
+
+        def control() -> bytes:
+            return mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+        if (before := control()) == b"reno":
+            pytest.skip("reno is this kernel's default")
+        leave_unpaced(mine)
+        assert control() == (before if paced else b"reno")

@@ -106,6 +106,16 @@ NATIVE_WINDOW = 3
 """Segments and window of plans with a message library's part: the library works on one segment while others travel."""
 
 
+def segment_bytes_of(plan: Plan, most: int, chunk_bytes: int | None) -> int:
+    """The size of a plan's segments by messages, equal on all ranks and at most ``most``.
+
+    Chunks that are added and sent on are limited to ``chunk_bytes``, if the transport gives that.
+    """
+    if plan.native:
+        return min(most, NATIVE_SEGMENT_BYTES)
+    return min(most, plan.chunks * chunk_bytes) if chunk_bytes and plan.additions.any() else most
+
+
 class TwoSided:
     """The runs by messages of one process. Not thread-safe.
 
@@ -127,6 +137,7 @@ class TwoSided:
         self._segment_bytes, self._window = segment_bytes, window
         self._has_left, self._observer, self._finish = has_left, observer, finish
         self._adder = transport if isinstance(transport, Adds) else None
+        self._chunk_bytes: int | None = getattr(transport, "chunk_bytes", None)
         self._cut_of = lru_cache(maxsize=1024)(self._cut)  # every step repeats the same cuts
 
     def cut(self, run: Run) -> None:
@@ -152,7 +163,7 @@ class TwoSided:
             and self._adder.adds_from(action.peer, dtype)
             for action, waits in zip(program.actions, program.waits, strict=True)
         )
-        nbytes = min(self._segment_bytes, NATIVE_SEGMENT_BYTES) if program.plan.native else self._segment_bytes
+        nbytes = segment_bytes_of(program.plan, self._segment_bytes, self._chunk_bytes)
         return Cut(program, size, max(1, nbytes // dtype.itemsize), adds)
 
     def waiting_for(self, run: Run) -> dict[int, str]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.exchange import SEGMENT_BYTES, SHARED_SEGMENT_BYTES
+from ..engine.exchange import SEGMENT_BYTES, SHARED_SEGMENT_BYTES, segment_bytes_of
 from ..errors import GradientError, NotBuiltError
 from ..kernels import cpu
 from ..nouns import Bucket, Group, Layer, Spec
@@ -29,6 +29,7 @@ from ..session.session import Session
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..training.memory import Blocks
+from ..transports.tcp import Tcp
 from ._flat import GradientPlace
 
 Array = NDArray[Any]
@@ -99,7 +100,8 @@ class Sums:
         if found.sync.name != "bsp" or not found.sync_mode().merges or found.codec.name != "none":
             raise NotBuiltError(f"syncline repeat works with sync=bsp and without codecs, not with {strategy}")
         self._arrays = self._lay_out(found.schedule_object().buckets(self._layers))
-        self._segment_bytes = SHARED_SEGMENT_BYTES if found.transport.name in ("auto", "shm") else SEGMENT_BYTES
+        self._most_bytes = SHARED_SEGMENT_BYTES if found.transport.name in ("auto", "shm") else SEGMENT_BYTES
+        self._chunk_bytes = Tcp.chunk_bytes if found.transport.name == Tcp.name else None
         choice = Choice(algorithms) if algorithms else None
         self._servers = found.servers
         self._plans: list[tuple[Plan, ...]] = [
@@ -125,8 +127,8 @@ class Sums:
         for number, (plans, array) in enumerate(zip(self._plans, self._arrays, strict=True)):
             each = [arrays[number] for _, arrays in parts]
             each += [np.zeros_like(array) for _ in range(self._servers)]
-            per = max(1, self._segment_bytes // array.itemsize)
             for plan in plans:
+                per = max(1, segment_bytes_of(plan, self._most_bytes, self._chunk_bytes) // array.itemsize)
                 for start in range(0, array.size, per):
                     run_plan(plan, [one[start : start + per] for one in each])
             array[...] = each[0]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ..nouns import Rate, Seconds
 from ..registry import register
-from ..wire.links import CONTROL, Frame, Link, Loop, broken
+from ..wire.links import CONTROL, Frame, Link, Loop, broken, leave_unpaced
 from ..wire.scratch import Adding, Scratch, can_add
 from ..wire.shaped import NO_DELAY, Line, Shape, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
@@ -69,6 +69,8 @@ class Tcp(LoopTransport):
     """
 
     name = "tcp"
+    chunk_bytes = 4 * 1024 * 1024
+    """Most bytes of a chunk of a segment: a sum is sent on while it is in the cache, and messages are still few."""
 
     def __init__(
         self,
@@ -80,6 +82,8 @@ class Tcp(LoopTransport):
         checksum: Literal["off", "on"] = "off",
     ) -> None:
         shape = Shape(rate, delay)
+        for sock in socks.values():
+            leave_unpaced(sock)
         ends: Mapping[int, Any] = socks if shape.plain else {peer: Line(sock, shape) for peer, sock in socks.items()}
         super().__init__(rank, {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()})
         if checksum == "on":

@@ -87,6 +87,16 @@ def broken(peer: int, what: str) -> ProtocolError:
     )
 
 
+def leave_unpaced(sock: socket.socket) -> None:
+    """Let the kernel send at once what a receiver on the same host has room for.
+
+    No network is in between that could be congested. The kernel's default may be BBR, whose timers hold bytes back.
+    """
+    with contextlib.suppress(OSError):  # the peer may have gone, and a sandbox may refuse it
+        if sock.family != socket.AF_UNIX and sock.getsockname()[0] == sock.getpeername()[0]:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
 class Link:
     """A connection to ``peer``. Its driver calls ``flush`` when it is writable and ``fill`` when it is readable."""
 

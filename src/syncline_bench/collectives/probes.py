@@ -11,8 +11,10 @@ a collective fetches the data of other ranks from theirs. C's memcpy, which nump
 cache, as a good collective would. For small arrays latency dominates, and the share says little.
 
 *Link*, on one machine: every rank sends to the next rank and receives from the previous one at the same time, over
-plain TCP sockets in blocks of 128 KiB, as iperf3 does. The kernel's two copies per byte are included. In a lab, iperf3
-itself measures the link before the ranks start.
+plain TCP sockets without pacing, in blocks of 128 KiB, as iperf3 does. The blocks are those of arrays of the
+collective's size, one that is sent and one that is received, since a collective cannot send the same block again and
+again from a cache. The kernel's two copies per byte are included. In a lab, iperf3 itself measures the link before the
+ranks start.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from syncline.errors import SynclineError
+from syncline.wire.links import leave_unpaced
 
 from ..ranks import Line
 
@@ -72,36 +75,40 @@ class LinkProbe:
 
     def __init__(self, line: Line, address: str) -> None:
         self._line = line
-        self._block = np.zeros(_LINK_BLOCK_BYTES, np.uint8)
-        self._into = np.empty(_LINK_BLOCK_BYTES, np.uint8)
         self._to, self._source = _ring(line, address)
+        for sock in (self._to, self._source):
+            leave_unpaced(sock)
 
     def measure(self, nbytes: int) -> float:
         """The bytes per second that every rank receives, at arrays of ``nbytes``. All ranks call this together.
 
         Cost: every rank moves 8 to 64 MiB.
         """
-        blocks = min(max(nbytes, _LEAST_LINK_BYTES), _MOST_LINK_BYTES) // _LINK_BLOCK_BYTES
+        count = min(max(nbytes, _LEAST_LINK_BYTES), _MOST_LINK_BYTES) // _LINK_BLOCK_BYTES
+        own = min(max(nbytes // _LINK_BLOCK_BYTES, 1), count)
+        out, into = np.ones((2, own, _LINK_BLOCK_BYTES), np.uint8)
         self._line.wait()
-        sender = threading.Thread(target=self._send, args=(blocks + 1,), name="syncline-bench-link")
+        sender = threading.Thread(target=self._send, args=(out, count + 1), name="syncline-bench-link")
         sender.start()
-        self._receive(_LINK_BLOCK_BYTES)  # from here on the stream flows
+        self._receive(into, 1)  # from here on the stream flows
         begun = time.monotonic()
-        self._receive(blocks * _LINK_BLOCK_BYTES)
+        self._receive(into, count)
         elapsed = time.monotonic() - begun
         sender.join()
-        return float(blocks * _LINK_BLOCK_BYTES / self._line.gather(elapsed).max())
+        return float(count * _LINK_BLOCK_BYTES / self._line.gather(elapsed).max())
 
-    def _send(self, blocks: int) -> None:
-        for _ in range(blocks):
-            self._to.sendall(self._block)
+    def _send(self, blocks: NDArray[np.uint8], count: int) -> None:
+        for number in range(count):
+            self._to.sendall(blocks[number % len(blocks)])
 
-    def _receive(self, nbytes: int) -> None:
-        while nbytes:
-            got = self._source.recv_into(self._into, min(nbytes, _LINK_BLOCK_BYTES))
-            if not got:
-                raise SynclineError("the rank before this one closed the socket that measures the link")
-            nbytes -= got
+    def _receive(self, blocks: NDArray[np.uint8], count: int) -> None:
+        for number in range(count):
+            rest = memoryview(blocks[number % len(blocks)])
+            while rest:
+                got = self._source.recv_into(rest)
+                if not got:
+                    raise SynclineError("the rank before this one closed the socket that measures the link")
+                rest = rest[got:]
 
     def close(self) -> None:
         """Close both sockets."""
