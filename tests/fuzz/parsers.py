@@ -1133,7 +1133,8 @@ def results() -> tuple[list[bytes], Parse]:
     valid = []
     for kind in _RESULTS:
         fields = {one.name: _example(str(one.type)) for one in dataclasses.fields(kind)}
-        valid.append(plain(fields | {"machine": "m"} | {name: [] for name in kind.lists}))
+        valid.append(plain(fields | {"machine": "m"}))
+        kind.from_json(text(valid[-1]))  # raises for what it would refuse
 
     def parse(data: bytes) -> None:
         said = text(data)
@@ -1146,7 +1147,8 @@ def results() -> tuple[list[bytes], Parse]:
 
 def _example(kind: str) -> Any:
     """A value of a type, from its annotation."""
-    for name, value in (("None", None), ("bool", True), ("int", 3), ("float", 0.5), ("Mapping", {}), ("tuple", [])):
+    containers = ("tuple[", []), ("list[", []), ("Mapping[", {})
+    for name, value in (*containers, ("None", None), ("bool", True), ("int", 3), ("float", 0.5)):
         if name in kind:
             return value
     return "text"
