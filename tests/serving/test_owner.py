@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from syncline.engine.order import Work
 from syncline.errors import UsageError
+from syncline.nouns import Group, Slice
 from syncline.serving.merged import Updating
-from syncline.serving.owner import Shares, check_kept, looking_ahead, shared_rate
-from syncline.serving.protocol import ALL
+from syncline.serving.owner import Owner, Shares, check_kept, looking_ahead, shared_rate
+from syncline.serving.protocol import ALL, Request
+from syncline.serving.shard import Holding, Shard, add_up
 from syncline.serving.single import rooms
+from syncline.strategy.grammar import Part
 from syncline.sync import momentum_with
 from syncline.sync.asp import Asp
 from syncline.sync.bsp import Bsp
@@ -223,3 +226,67 @@ def test_nothing_stays_behind_what_is_closed(buckets: int, apart: bool, told: in
     assert engine.left == 0
     assert updated == before
     assert len(went_on) == told * buckets
+
+
+class Plain:
+    """Gradient descent with a rate of 1."""
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self._holdings = holdings
+
+    def apply(self, groups: Any, scale: float) -> None:  # noqa: ARG002
+        for held in self._holdings:
+            held.weights[...] -= scale * held.gradient
+
+    def state(self) -> list[dict[str, Any]]:
+        return [{} for _ in self._holdings]
+
+    def load(self, states: Any) -> None:
+        assert not any(states)
+
+
+class Arrived:
+    """Pushes of numbers: worker w pushes 2^(3 s + w) in its step s."""
+
+    def __init__(self, gradient: Any) -> None:
+        self._gradient, self.step = gradient, [0, 0, 0]
+
+    def settle(self, worker: int) -> None:
+        self._gradient[...] = 2.0 ** (3 * self.step[worker] + worker)
+
+    def add(self, worker: int, bucket: int, scale: float, anew: bool) -> None:  # noqa: ARG002
+        add_up(self._gradient, np.full(1, 2.0 ** (3 * self.step[worker] + worker)), scale, anew)
+        self.step[worker] += 1
+
+    def update(self, worker: int, bucket: int, update: Any) -> None:  # noqa: ARG002
+        update(bucket)
+
+
+def test_an_owner_that_is_behind_goes_on_with_the_sum_that_it_had_begun() -> None:
+    """With a backup worker, whose push is in that sum: another owner was two turns ahead when the session ended."""
+    strategy = SimpleNamespace(sync_mode=lambda: Bsp(1), sync=Part("bsp"), roles=None)
+    session: Any = SimpleNamespace(
+        strategy=strategy, group=Group(3), called=str, counted=(), momentum="shared", observer=None
+    )
+    answers: Any = SimpleNamespace(release=lambda _: None)
+    values = {"groups": [], "scale": 1.0, "skip": False, "weight": 1.0}
+    turns = [Request("push", worker, clock, values) for worker, clock in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2))]
+
+    def made() -> tuple[Any, Owner]:
+        weights, gradient = np.zeros(1), np.zeros(1)
+        build: Any = Plain
+        shard = Shard([Holding(Slice(0, 0, 1), weights, gradient)], build, [])
+        return weights, Owner(session, shard, Arrived(gradient), answers)
+
+    weights, ahead = made()
+    for turn in turns:
+        ahead.handle(turn)
+    assert weights == -(1 + 2 + 4 + 8 + 16)
+    _, behind = made()
+    for turn in turns[:3]:
+        behind.handle(turn)
+    behind.outlive([0, 1])
+    for turn in turns[3:]:
+        behind.catch_up(turn)
+    (held,) = behind.holdings
+    assert held.weights == weights

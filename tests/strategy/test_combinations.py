@@ -380,3 +380,8 @@ def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes() -
             assert (Strategy.parse(use).roles is None) == (given.roles is None)
     assert refused > 50
     assert taken > 5
+
+
+def test_more_workers_must_be_left_than_are_not_waited_for() -> None:
+    with pytest.raises(UsageError, match="waits for all but 1: use --elastic 2, or fewer backup workers"):
+        check_elastic(Strategy.parse("ps(servers=2) sync=bsp(backup=1)"), 1)
