@@ -177,7 +177,10 @@ class Shard:
 
     def detached(self) -> Shard:
         """A copy in memory of its own, which outlives the session's."""
-        copies = [replace(held, weights=held.weights.copy(), gradient=held.gradient.copy()) for held in self.holdings]
+        copies = [
+            replace(held, weights=held.weights.copy(), gradient=held.gradient.copy(), sent=None)
+            for held in self.holdings
+        ]
         workers = max((len(optimizers) for _, optimizers in self._parts.values()), default=1)
         return Shard(copies, self.build, _copies(self.state()), apart=self.apart, workers=workers)
 
