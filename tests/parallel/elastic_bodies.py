@@ -317,6 +317,8 @@ def learn_at_own_pace(happen: Callable[[str, int], None]) -> list[Any]:
 
     def course() -> None:
         nonlocal steps, ahead
+        # A worker that owns nothing any more, and makes no step, must not offer older parts if all owners are lost.
+        assert not process.elastic._held.told
         while sampler.epoch < EPOCHS:
             for batch in sampler:
                 happen("join", steps)

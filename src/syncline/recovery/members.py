@@ -327,6 +327,7 @@ class Members:
         for pool in samplers:
             if isinstance(pool, PoolBatches):
                 pool.enter(session, log_of_pushes(session))  # and so all have logged their last pushes
+                self._forget_held()  # all owners among them have their new parts: nobody goes back to older ones
                 if session.rank == 0:
                     lost = sorted(before.numbers - before.servers - view.numbers)
                     log_lost_pushes(session, pool, lost, before.number)
