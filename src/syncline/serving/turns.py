@@ -16,7 +16,8 @@ order: the first owner gives a push its turn once every owner has it, and they a
 
 After a loss the owners that are left have taken the same turns up to a point, which may differ by the last turns. They
 hold the pushes of these, and take them too (``Turns.missing``). A push that nobody has taken is dropped, and its
-samples are used again. A worker goes on once all owners have answered; no such push is dropped.
+samples are used again. A worker goes on once all owners have answered; no such push is dropped, unless it is a late one
+that waits for its update with backup workers.
 
 Theory: total order broadcast by a fixed sequencer, with stability before delivery (Défago, Schiper and Urbán, "Total
 order broadcast and multicast algorithms", ACM Computing Surveys 36(4), 2004).
