@@ -281,6 +281,16 @@ def test_every_sample_is_in_all_parts_once_whoever_is_lost_when(
     run.check_end()
 
 
+def test_nobody_goes_back_to_parts_that_lack_an_answered_push() -> None:
+    """Two of three owners are lost. The third had all parts of the view before, until the first push."""
+    run = Run(2, 2, Ssp(0), 1)
+    assert run.lose(None, None, (0, 1))
+    while not run.finished:
+        run.do(run.events()[0])
+    assert run.lose(None, 1)
+    assert not run.lose(None, 1)
+
+
 @pytest.mark.parametrize("rule", [Ssp(0), Bsp(1)])
 def test_one_loss_at_every_point_of_every_order_of_two_pushes(rule: Ssp | Bsp) -> None:
     """Two workers push once each to two owners: all orders of all messages, and any process is lost, or one joins, at
