@@ -103,8 +103,10 @@ class MismatchError(SynclineError):
 class ViewEnds(SynclineError):
     """A process joins an elastic run. ``syncline.elastic`` catches this error and goes on in another session."""
 
-    def __init__(self) -> None:
-        super().__init__("a process joins the run: syncline.elastic() goes on with it in another session")
+    def __init__(
+        self, text: str = "a process joins the run: syncline.elastic() goes on with it in another session"
+    ) -> None:
+        super().__init__(text)
 
 
 class GradientError(SynclineError):
