@@ -18,6 +18,8 @@ from syncline.global_batches import global_batches_of
 from syncline.launch.environment import REPEATS
 from syncline.sampling import SampleOrder
 from syncline.session.session import Session
+from syncline.transports.inproc import InProc
+from syncline.transports.tcp import Tcp
 
 SAMPLES, BATCH, EPOCHS = 48, 10, 2
 X, Y = (torch.randn(SAMPLES, size, generator=torch.Generator().manual_seed(size)) for size in (33, 7))
@@ -118,6 +120,17 @@ def test_a_plan_that_depends_on_hosts_is_made_for_those_of_the_run(
     assert found == repeated(log, monkeypatch)
     log.write_text(log.read_text().replace('"nodes": [0, 0, 0, 1]', '"nodes": [0, 1, 1, 1]'))
     assert found != repeated(log, monkeypatch)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_arrays_are_cut_as_over_the_transport_of_the_run(
+    group: Any, log: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    for end in (InProc, Tcp):
+        monkeypatch.setattr(end, "chunk_bytes", 256, raising=False)
+    found = ran(group, "ring", 3)
+    log.write_text(log.read_text().replace("transport=inproc", f"transport={transport}"))
+    assert found == repeated(log, monkeypatch)
 
 
 def test_another_order_of_additions_would_show(group: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

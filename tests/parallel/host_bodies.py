@@ -47,7 +47,9 @@ def on_nodes(line: Connection, place: bodies.Place, nodes: list[int], body: str,
     getattr(bodies, body)(line, place, *case)
 
 
-def what_runs(line: Connection, place: bodies.Place, where: list[Any], strategy: str) -> None:
+def what_runs(
+    line: Connection, place: bodies.Place, where: list[Any], strategy: str, elements: int = 1_000_000
+) -> None:
     """Allreduce a large array; what ran, and how many of its bytes went to each peer. Servers only serve."""
     here = where[place[0]]
     if isinstance(here, str):
@@ -55,7 +57,7 @@ def what_runs(line: Connection, place: bodies.Place, where: list[Any], strategy:
     else:
         pretend(here)
     with bodies.joined(place, strategy):
-        array = np.full(1_000_000, place[0] + 1, np.float32)
+        array = np.full(elements, place[0] + 1, np.float32)
         before = syncline.stats()
         syncline.allreduce(array, op="sum")
         assert (array == sum(range(1, place[1] + 1))).all()

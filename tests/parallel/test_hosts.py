@@ -30,7 +30,8 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
 def test_what_runs_depends_on_where_the_processes_are(
     pool: Pool, address: str, nodes: list[int], strategy: str, transports: list[str]
 ) -> None:
-    with pool.start(host_bodies.what_runs, everyone(len(nodes), address, nodes, "auto")) as group:
+    """All cut an array into the same segments, also where one alone on its host has another transport."""
+    with pool.start(host_bodies.what_runs, everyone(len(nodes), address, nodes, "auto", 9_000_000)) as group:
         found = group.results()
     assert [text for text, _, _ in found] == [strategy] * len(nodes)
     assert [name for _, name, _ in found] == transports

@@ -28,6 +28,7 @@ from ..session.communicator import planned
 from ..session.session import Session
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
+from ..strategy.words import AUTO
 from ..training.memory import Blocks
 from ..transports.tcp import Tcp
 from ._flat import GradientPlace
@@ -100,8 +101,9 @@ class Sums:
         if found.sync.name != "bsp" or not found.sync_mode().merges or found.codec.name != "none":
             raise NotBuiltError(f"syncline repeat works with sync=bsp and without codecs, not with {strategy}")
         self._arrays = self._lay_out(found.schedule_object().buckets(self._layers))
-        self._most_bytes = SHARED_SEGMENT_BYTES if found.transport.name in ("auto", "shm") else SEGMENT_BYTES
-        self._chunk_bytes = Tcp.chunk_bytes if found.transport.name == Tcp.name else None
+        self._most_bytes = SHARED_SEGMENT_BYTES if found.transport.name == "shm" else SEGMENT_BYTES
+        # ``auto`` stays where some processes share a host and others do not.
+        self._chunk_bytes = Tcp.chunk_bytes if found.transport.name in (AUTO.name, Tcp.name) else None
         choice = Choice(algorithms) if algorithms else None
         self._servers = found.servers
         self._plans: list[tuple[Plan, ...]] = [

@@ -66,6 +66,8 @@ class Auto:
         self._closed = False
         *others, self._waiter = members
         self._others = tuple(others)
+        # TCP's, as a process has that is alone on its host: all processes cut an array alike.
+        self.chunk_bytes: int | None = getattr(self._waiter, "chunk_bytes", None)
         for member in self._others:
             self._waiter.watch(member.fileno())
 
