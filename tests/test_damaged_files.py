@@ -39,7 +39,8 @@ def one_line(*arguments: str) -> str:
 
 @pytest.mark.parametrize("kind", RESULTS)
 def test_result_files_of_other_content_are_none(kind: type[ResultFile]) -> None:
-    for text in (DEEP, '{"machine":' * 2000, "", "null", "[]", '{"machine": "m"}', "{", '{"machine": 1, "rows": 3}'):
+    rows = [f'{{"machine": "m", "rows": {value}}}' for value in ("3", "null", "[null]")]
+    for text in (DEEP, '{"machine":' * 2000, "", "null", "[]", '{"machine": "m"}', "{", *rows):
         with pytest.raises(DataError, match="this is not a result file"):
             kind.from_json(text)
 

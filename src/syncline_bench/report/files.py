@@ -223,7 +223,8 @@ def typed(hint: Any, value: Any, name: str = "it") -> Any:
     Null stands for not-a-number and infinities. Raises TypeError for a value of another type, called ``name``.
     """
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if value is None or kind is Any:
+    holds = dataclasses.is_dataclass(kind) or kind in (tuple, list, Sequence, dict, Mapping)
+    if kind is Any or (value is None and not holds):
         return value
     if kind in (Union, types.UnionType):
         for one in inner:
