@@ -94,12 +94,13 @@ distclean: clean ## Also remove .venv, .peers and demo
 		echo "'$(PYTHON)' cannot make virtual environments: install its venv module" \
 			"(on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[all,dev]" "pip>=22.3"
 	@touch $@
 
 # Made anew, since the package of another library may be in it, and in a new folder, so that an environment that works
-# stays until the next one is complete. Texts that name the new folder (pip's first line) then name the last one. Only
-# the interpreter of .venv is used, so its stamp may be newer.
+# stays until the next one is complete. Texts that name the new folder (a program's first line) then name the last one.
+# Only the interpreter of .venv and its pip are used, so its stamp may be newer. Python 3.10 may bring a pip that cannot
+# install into another environment.
 .peers/%/.installed: constraints.txt | .venv/.installed
 	rm -rf .peers/$*.new
 	$(BIN)/python -m venv --without-pip .peers/$*.new

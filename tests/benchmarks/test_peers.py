@@ -79,9 +79,9 @@ def test_the_peers_have_one_group_and_the_threads_of_their_script_or_of_a_settin
 
 STAND_IN = """\
 #!/bin/sh
-# Makes an environment of a copy of itself, and installs what pip is asked for unless a file "offline" is there.
-[ "$2" = venv ] && { mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "#!$PWD/$3/bin/python" >"$3/bin/pip"; exit; }
-[ ! -e offline ] && for last; do :; done && touch "$(dirname "$0")/$last"
+# Makes an environment, and installs what pip is asked for there unless a file "offline" is there. $4 is its folder.
+[ "$2" = venv ] && { mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "#!$PWD/$4/bin/python" >"$4/bin/mpiexec"; exit; }
+[ ! -e offline ] && for last; do :; done && touch "$4/bin/$last"
 """
 
 
@@ -101,8 +101,8 @@ def test_environments_of_peers_are_kept_until_the_next_one_is_complete(tmp_path:
     (stamp := tmp_path / ".venv/.installed").touch()
     assert made() == 0
     assert {path.name for path in own.iterdir()} == {"bin", ".installed"}
-    assert {path.name for path in (own / "bin").iterdir()} == {"python", "pip", "mpich"}
-    assert (own / "bin/pip").read_text() == f"#!{own}/bin/python\n"
+    assert {path.name for path in (own / "bin").iterdir()} == {"python", "mpiexec", "mpich"}
+    assert (own / "bin/mpiexec").read_text() == f"#!{own}/bin/python\n"
     (tmp_path / "offline").touch()
     later = (own / ".installed").stat().st_mtime + 5
     os.utime(stamp, (later, later))
