@@ -83,7 +83,8 @@ clean: ## Remove caches and what builds leave behind
 distclean: clean ## Also remove .venv, .peers and demo
 	rm -rf .venv .peers demo
 
-# The stamp is written last: an installation that was interrupted is done again.
+# The stamp is written last: an installation that was interrupted is done again. Python 3.10 may bring an older pip, which
+# cannot install into another environment, as below.
 .venv/.installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "there is no '$(PYTHON)': install Python 3.10 or newer, or say make PYTHON=..." >&2; exit 1; }
@@ -99,8 +100,7 @@ distclean: clean ## Also remove .venv, .peers and demo
 
 # Made anew, since the package of another library may be in it, and in a new folder, so that an environment that works
 # stays until the next one is complete. Texts that name the new folder (a program's first line) then name the last one.
-# Only the interpreter of .venv and its pip are used, so its stamp may be newer. Python 3.10 may bring a pip that cannot
-# install into another environment.
+# Only the interpreter of .venv and its pip are used, so its stamp may be newer.
 .peers/%/.installed: constraints.txt | .venv/.installed
 	rm -rf .peers/$*.new
 	$(BIN)/python -m venv --without-pip .peers/$*.new

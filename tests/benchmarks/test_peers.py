@@ -80,8 +80,9 @@ def test_the_peers_have_one_group_and_the_threads_of_their_script_or_of_a_settin
 STAND_IN = """\
 #!/bin/sh
 # Makes an environment, and installs what pip is asked for there unless a file "offline" is there. $4 is its folder.
-[ "$2" = venv ] && { mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "#!$PWD/$4/bin/python" >"$4/bin/mpiexec"; exit; }
-[ ! -e offline ] && for last; do :; done && touch "$4/bin/$last"
+bin=$4/bin
+[ "$2" = venv ] && { mkdir -p "$bin" && cp "$0" "$bin/python" && echo "#!$PWD/$bin/python" >"$bin/program"; exit; }
+[ ! -e offline ] && for last; do :; done && touch "$bin/$last"
 """
 
 
@@ -101,8 +102,8 @@ def test_environments_of_peers_are_kept_until_the_next_one_is_complete(tmp_path:
     (stamp := tmp_path / ".venv/.installed").touch()
     assert made() == 0
     assert {path.name for path in own.iterdir()} == {"bin", ".installed"}
-    assert {path.name for path in (own / "bin").iterdir()} == {"python", "mpiexec", "mpich"}
-    assert (own / "bin/mpiexec").read_text() == f"#!{own}/bin/python\n"
+    assert {path.name for path in (own / "bin").iterdir()} == {"python", "program", "mpich"}
+    assert (own / "bin/program").read_text() == f"#!{own}/bin/python\n"
     (tmp_path / "offline").touch()
     later = (own / ".installed").stat().st_mtime + 5
     os.utime(stamp, (later, later))
