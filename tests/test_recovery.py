@@ -136,10 +136,11 @@ def test_models_of_numpy_exchange_gradients(group: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "ring sync=local(steps=2)"])
 def test_a_step_that_breaks_leaves_no_trace(group: Any, strategy: str) -> None:
-    """Statistics of BatchNorm, and what a worker has changed that trains alone."""
+    """Buffers, also one that a step has replaced, and what a worker has changed that trains alone."""
 
     def body(session: Session) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        model.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
         optimizer = torch.optim.Adam(model.parameters())
         made = prepare(session, model, optimizer)
         assert made is not None
@@ -152,9 +153,12 @@ def test_a_step_that_breaks_leaves_no_trace(group: Any, strategy: str) -> None:
             optimizer.step()
 
         step()
+        earlier = made.mark()
         step()
-        before, mark = [value.clone() for value in values()], made.mark()
+        model.seen = model.seen + 1  # which replaces the buffer
+        before, mark = [value.clone() for value in values()], made.mark(earlier)
         model(torch.rand(5, 3)) if strategy == "ring" else step()
+        model.seen += 1
         assert not all(map(torch.equal, values(), before))
         made.release()
         mark.put_back()
