@@ -94,7 +94,7 @@ def test_processes_are_lost_and_no_sample_is(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            f"{TWO} sync=asp(rate=own)",
+            f"{TWO} sync=bsp(backup=1)",
             3,
             {"2": ("before", 1), "0": ("join", 2)},
             [0, 1, 5],
@@ -107,13 +107,13 @@ def test_a_process_joins_and_no_sample_is_lost(
 ) -> None:
     """One is lost, another joins, and one of the first ones is lost: the new one, worker or server, has what it had.
     In one case the worker that waits for the new one is alone, and updates the weights itself."""
-    log, servers = tmp_path / "samples.jsonl", Strategy.parse(strategy).servers
+    log, servers, least = tmp_path / "samples.jsonl", Strategy.parse(strategy).servers, 1 + ("backup" in strategy)
     how = {"strategy": strategy, "servers": servers, "samples": str(log), "most": workers, **plan}
     processes = workers + servers
-    with started(pool, address, processes, **how) as (group, relay):
+    with started(pool, address, processes, least, **how) as (group, relay):
         first, *others = sorted(plan, key=lambda number: number == "0")
         lose(group, relay, int(first))
-        replace(group, relay, 0, address, processes, **how)
+        replace(group, relay, 0, address, processes, least, **how)
         for victim in others:
             if victim != "0" or survivors[0]:
                 lose(group, relay, int(victim))

@@ -96,10 +96,10 @@ def alone(
     group = Group(1, strategy.servers)
     observer = None if recording is None else recording.file
     member = Membership(Process(group, int(serves), None, observer=observer))
-    waits = not (joins and backup_of(strategy.sync_mode()))  # else it has no backup workers, and needs none
-    chosen = (
-        strategy.resolve(group) if waits else replace(replace(strategy, sync=BSP).resolve(group), sync=strategy.sync)
-    )
+    chosen = strategy
+    if joins and backup_of(strategy.sync_mode()):  # which are among the others: one process has none
+        chosen = replace(strategy, sync=BSP)
+    chosen = replace(chosen.resolve(group), sync=strategy.sync)
     session = Session(chosen, member, left_open=strategy.architecture == AUTO)
     if recording is not None:
         recording.attach(session)
