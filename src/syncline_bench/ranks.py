@@ -310,8 +310,9 @@ class Line:
         """
         try:
             yield
-        except SystemExit:  # of a server, when all workers have left
-            self.send("done")
+        except SystemExit as end:  # of a server, when all workers have left
+            if not end.code:
+                self.send("done")
             raise
         except Exception as error:
             with suppress(OSError):  # the starter may be gone

@@ -383,5 +383,5 @@ def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes() -
 
 
 def test_more_workers_must_be_left_than_are_not_waited_for() -> None:
-    with pytest.raises(UsageError, match="waits for all but 1: use --elastic 2, or fewer backup workers"):
+    with pytest.raises(UsageError, match="waits for all but 1: begin --elastic with 2, or use fewer backup workers"):
         check_elastic(Strategy.parse("ps(servers=2) sync=bsp(backup=1)"), 1)

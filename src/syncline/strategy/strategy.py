@@ -434,7 +434,7 @@ def check_elastic(strategy: Strategy, least: int) -> None:
         if least <= (backup := backup_of(strategy.sync_mode())):
             raise UsageError(
                 f"--elastic {least} lets the run go on with {least} of its workers, but {str(strategy)!r} waits for all"
-                f" but {backup}: use --elastic {backup + 1}, or fewer backup workers"
+                f" but {backup}: begin --elastic with {backup + 1}, or use fewer backup workers"
             )
         return
     judge = lambda given: fault_of(given) or elastic_fault_of(given)  # noqa: E731

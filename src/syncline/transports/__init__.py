@@ -74,7 +74,10 @@ class Handle:
 
 
 class Transport(Protocol):
-    """The interface of a message library to the exchange."""
+    """The interface of a message library to the exchange.
+
+    A transport may also have ``chunk_bytes``, the most bytes of a chunk whose parts are added, alike in all processes.
+    """
 
     name: str
     rank: int
