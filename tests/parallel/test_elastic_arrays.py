@@ -75,7 +75,7 @@ def test_numpy_goes_on_alone_and_takes_in_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.beyond(1)
-@pytest.mark.parametrize("framework", [pytest.param(one, marks=needs(one)) for one in ("tensorflow", "jax")])
+@pytest.mark.parametrize("framework", [pytest.param(one, marks=needs(one)) for one in ("jax", "tensorflow")])
 def test_a_framework_goes_on_alone_and_takes_in_others(tmp_path: Path, framework: str) -> None:
     """As above: the same training step is then one of several workers, of one worker, and of several again."""
     found = survivors(tmp_path, framework, "ring", "1:3", "2", workers=2, elastic="1:2")

@@ -275,8 +275,8 @@ def test_lesson(pool: Pool, addresses: Callable[[], str], tmp_path: Path, page: 
     assert ran > 1
 
 
-@pytest.mark.beyond(1)
-@pytest.mark.parametrize("page", [SURVIVE, FIRST], ids=lambda page: page.stem)
+@pytest.mark.deep
+@pytest.mark.parametrize("page", [FIRST, SURVIVE], ids=lambda page: page.stem)
 def test_a_lesson_runs_under_the_launcher(tmp_path: Path, page: Path) -> None:
     """In a shell: the first lesson's runs of two workers, one of which fails, and all of the lesson on lost workers."""
     epochs = 1 if page == FIRST else 7

@@ -63,6 +63,7 @@ def test_a_framework_and_numpy_compute_the_same_steps(tmp_path: Path, framework:
     same_steps(tmp_path, framework.name)
 
 
+@pytest.mark.beyond(1)
 def test_workers_learn_what_one_does_beside_a_frameworks_own_way(tmp_path: Path, framework: Compared) -> None:
     """On batches that cannot be shared out evenly; no worker imports another framework, and their starter none."""
     strategies = ["ps(servers=1)", framework.peer]

@@ -48,6 +48,7 @@ def test_a_model_of_jax_can_be_prepared(tmp_path: Path) -> None:
         assert all(np.allclose(leaf, -0.05) for leaf in leaves(found["layer"]))
 
 
+@pytest.mark.deep
 def test_devices_of_a_host_share_a_worker(tmp_path: Path) -> None:
     strategies = ["ring", "ps(servers=1, on=workers, update=worker)", "ring sync=local(steps=5)"]
     strategies += ["ps(servers=2, on=workers)"]
@@ -62,6 +63,7 @@ def test_devices_of_a_host_share_a_worker(tmp_path: Path) -> None:
             check_near(mine, wanted, text)
 
 
+@pytest.mark.deep
 def test_steps_may_be_made_in_a_loop_of_known_length(tmp_path: Path) -> None:
     strategies = ["ring", "ps(servers=1, on=workers)", "ring sync=local(steps=2)"]
     for found in ranks(tmp_path, "jax_bodies.scanned", WORKERS, strategies).found():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import scripts_of_trainers as scripts
 
 scripts.need("keras")
@@ -11,6 +12,7 @@ scripts.need("keras")
 EXAMPLE = scripts.EXAMPLES / "with_keras.py"
 
 
+@pytest.mark.deep
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
     """Which is Keras' way of several processes, over Gloo or over Syncline."""
     for backend in ("gloo", "syncline"):

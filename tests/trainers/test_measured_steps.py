@@ -13,6 +13,7 @@ from syncline_bench.report.bench import StepResult
 from syncline_bench.steps.loops import FRAMEWORKS
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("framework", ["jax", "tensorflow"])
 def test_steps_are_measured_and_right(framework: str, tmp_path: Path) -> None:
     if missing := [package for package in FRAMEWORKS[framework] if find_spec(package) is None]:

@@ -14,6 +14,7 @@ import scripts_of_trainers as scripts
 scripts.need("ray", "pyarrow")
 
 
+@pytest.mark.deep
 def test_the_weights_are_those_of_ddp(tmp_path: Path) -> None:
     assert "2 ranks over syncline: loss" in with_ray("syncline", tmp_path)
     scripts.run_forked("ray", Path(__file__).with_name("ray_in_ddp.py"), "gloo", tmp_path)

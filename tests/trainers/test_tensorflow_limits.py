@@ -18,6 +18,7 @@ WORKERS = 2
 LIKE_ONE = ["embedding", "global_clipnorm", "clipnorm", "ema", "accumulated", "constraint", "unused"]
 
 
+@pytest.mark.deep
 def test_layers_and_optimizers_do_what_they_do_on_one_worker(tmp_path: Path) -> None:
     """Rows of embeddings, clipping by norms of the mean, means of weights, accumulation, constraints."""
     one, other = ranks(tmp_path, "tensorflow_cases.like_one", WORKERS, LIKE_ONE).found()
@@ -113,6 +114,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
     are_refused(tmp_path, "tensorflow_cases.refused", WORKERS + servers, cases)
 
 
+@pytest.mark.beyond(6)
 @pytest.mark.parametrize(
     ("name", "says"),
     [
