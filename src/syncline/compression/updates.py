@@ -49,7 +49,7 @@ Array = NDArray[Any]
 
 
 def _sending(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """What sends the updates: a reducer per piece of an owner."""
+    """The reducers that send the updates, one per piece of an owner."""
     return [partial(_send_update, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 

@@ -63,7 +63,7 @@ class Copied:
 
     @property
     def payload(self) -> NDArray[np.uint8]:
-        """The received bytes."""
+        """The received bytes: the part of the buffer that the message has filled."""
         return self.buffer[: self.nbytes]
 
 

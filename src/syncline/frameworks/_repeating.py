@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import registry
 from ..engine.exchange import SEGMENT_BYTES, SHARED_SEGMENT_BYTES, segment_bytes_of
 from ..errors import GradientError, NotBuiltError
 from ..kernels import cpu
@@ -102,8 +103,9 @@ class Sums:
             raise NotBuiltError(f"syncline repeat works with sync=bsp and without codecs, not with {strategy}")
         self._arrays = self._lay_out(found.schedule_object().buckets(self._layers))
         self._most_bytes = SHARED_SEGMENT_BYTES if found.transport.name == "shm" else SEGMENT_BYTES
-        # ``auto`` stays where some processes share a host and others do not.
-        self._chunk_bytes = Tcp.chunk_bytes if found.transport.name in (AUTO.name, Tcp.name) else None
+        # ``auto`` stays where some processes share a host and others do not: chunks are those of TCP.
+        name = Tcp.name if found.transport.name == AUTO.name else found.transport.name
+        self._chunk_bytes = getattr(registry.get("transports", name).target, "chunk_bytes", None)
         choice = Choice(algorithms) if algorithms else None
         self._servers = found.servers
         self._plans: list[tuple[Plan, ...]] = [

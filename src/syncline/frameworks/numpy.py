@@ -446,7 +446,7 @@ class Values:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The values by name."""
+        """The attributes that are plain values, by name."""
         known = _attributes(self._optimizer).items()
         values = {name: one.item() if isinstance(one, np.generic) else one for name, one in known}
         return {name: one for name, one in values.items() if isinstance(one, _PLAIN)}

@@ -116,7 +116,7 @@ class Coded(Merged):
 
     @property
     def keeps(self) -> bool:
-        """As the codec does."""
+        """Whether the owner's weights may be more precise than the known ones."""
         return self._updates.keeps
 
     def holdings(self) -> list[Holding] | None:

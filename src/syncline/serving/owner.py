@@ -290,16 +290,16 @@ class _Afterwards:
             add_up(held.gradient, gradient, scale, anew)
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
-        """Update at once."""
+        """Update at once: nobody reads the weights while a view ends."""
         if worker != ALL:
             self.settle(worker)
         update(bucket)
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
-        """Do nothing."""
+        """Do nothing: the session whose workers would be told is over."""
 
     def release(self, released: Release) -> None:
-        """Do nothing."""
+        """Do nothing: the session whose workers would be told is over."""
 
 
 Part = tuple[int, int, int]
@@ -359,7 +359,7 @@ class HeldParts:
         return sorted(self._by_step.get(step, {}))
 
     def after(self, step: int) -> Parts:
-        """These values."""
+        """The parts as they were after that step."""
         return self._by_step.get(step, {})
 
     @property

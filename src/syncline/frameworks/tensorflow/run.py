@@ -161,7 +161,7 @@ class Passing:
         self.means[tensor] = gradient.flatten()
 
     def step(self) -> None:
-        """Count a step."""
+        """Count a step: the means are already those of all workers."""
         self.steps += 1
 
     def resume_at(self, step: int) -> None:
